@@ -1,0 +1,92 @@
+# make run     trains the example model (ARGS="--steps 10" and so on are passed to it)
+# make test    formatting, C++ tests, Python tests
+# make bench   compares with PyTorch's attention
+# make help    everything else
+#
+# Each sets up what it needs first: Debian packages, .venv, the build. PYTHON=path/to/python uses an environment
+# that has torch already instead of .venv; PRESET=debug another preset of CMakePresets.json.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PRESET ?= release
+ARGS ?=
+
+ifdef PYTHON
+  PY := $(shell command -v $(PYTHON))
+  ifndef PY
+    $(error PYTHON=$(PYTHON) was not found)
+  endif
+  override PYTHON := $(PY)
+  export PYTHON
+else
+  PY := $(CURDIR)/.venv/bin/python
+endif
+# cmake, ninja, clang-format and ruff are pinned packages of that environment.
+export PATH := $(dir $(PY)):$(PATH)
+export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
+export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+BUILD := build/$(PRESET)
+CONFIGURE = cmake >/dev/null
+CPP_FILES = $(shell find include src torch tests examples -name '*.h' -o -name '*.cpp')
+
+.PHONY: help setup library build run test test-cpp test-python test-sanitize lint format bench check-neon check-wheel \
+        clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+setup:  ## install what is missing: Debian packages, and the pinned Python packages into .venv
+	@tools/setup.sh
+
+library: setup  ## build the PyTorch library into python/flash_dmattn
+	@$(CONFIGURE) --preset $(PRESET) -DPython_EXECUTABLE=$(PY)
+	@cmake --build --preset $(PRESET) --target flash_dmattn_torch
+	@cmake --install $(BUILD) --component python --prefix python >/dev/null
+
+build: library  ## build everything, tests included
+	@cmake --build --preset $(PRESET)
+
+run: library  ## train a small language model and let it write (ARGS="--help")
+	@$(PY) examples/train_language_model.py $(ARGS)
+
+test: lint test-cpp test-python  ## all that this machine can test
+
+test-cpp: build  ## the C++ tests
+	@ctest --preset $(PRESET)
+
+test-python: library  ## the Python tests (ARGS="-k name")
+	@$(PY) -m pytest tests/python $(ARGS)
+
+test-sanitize: setup  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(CONFIGURE) --preset sanitize
+	@cmake --build --preset sanitize
+	@ctest --preset sanitize
+
+lint: setup  ## check formatting and style
+	@clang-format --dry-run --Werror $(CPP_FILES)
+	@ruff check --quiet .
+	@ruff format --check --quiet .
+
+format: setup  ## format C++ and Python, fix what ruff can fix
+	@clang-format -i $(CPP_FILES)
+	@ruff format .
+	@ruff check --fix .
+
+bench: library  ## compare speed and memory with PyTorch's attention (ARGS="--help")
+	@$(PY) benchmarks/cpu_attention.py $(ARGS)
+
+check-neon:  ## cross-compile for 64-bit Arm and run the C++ tests in an emulator
+	@tools/setup.sh neon
+	@$(CONFIGURE) --preset neon
+	@cmake --build --preset neon
+	@ctest --preset neon
+
+check-wheel: setup  ## build the wheel as `pip install .` does, install it into build/wheel and use it there
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@$(PY) -m pip install --quiet --no-deps --target build/wheel/site build/wheel/flash_dmattn-*.whl
+	@cd build/wheel && PYTHONPATH=site $(PY) -m flash_dmattn info
+
+clean:  ## remove what was built, not .venv
+	rm -rf build python/flash_dmattn/_C

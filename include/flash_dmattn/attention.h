@@ -1,0 +1,100 @@
+// Exact attention in which masks, lengths and the causal rule decide which keys each query sees, with
+// an additive bias and its gradient. docs/semantics.md is the full contract.
+//
+//   B batch, Sq / Sk query / key length, H query heads, Hkv key heads (H % Hkv == 0; query head h
+//   reads key head h / (H / Hkv)), D head dim (1 to 256).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "flash_dmattn/executor.h"
+#include "flash_dmattn/status.h"
+#include "flash_dmattn/tensor.h"
+
+namespace flash_dmattn {
+
+// Any strides and any alignment of the element type; only the stride of D must be 1 in query, key and
+// value (and in out, dout and their gradients). `float16 | bfloat16 | float32 | float64` is "T".
+struct AttentionInputs {
+  TensorView query;  // (B, Sq, H, D), T
+  TensorView key;    // (B, Sk, Hkv, D), T
+  TensorView value;  // (B, Sk, Hkv, D), T
+  // Optional. bool, true = visible: (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key
+  // (B or 1, H or Hkv or 1, Sk or 1), or (Sq or 1, Sk or 1).
+  TensorView mask;
+  // Optional, added to the score. T or float32, the same forms as the mask.
+  TensorView bias;
+  // Optional. int32 (B): only the first seqlens_k[b] keys of batch element b exist (clamped to [0, Sk]).
+  TensorView seqlens_k;
+};
+
+struct AttentionOptions {
+  std::optional<double> scale;  // default 1 / sqrt(D)
+  double softcap = 0.0;         // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias
+  bool is_causal = false;       // row i sees keys j <= i + n - Sq, n = the keys that exist
+  bool deterministic = false;   // identical bits in repeated runs, for any number of threads
+};
+
+// Contiguous, not overlapping any input.
+struct AttentionOutputs {
+  TensorView out;  // (B, Sq, H, D), T
+  TensorView lse;  // (B, H, Sq), float32 (float64 with float64): log sum exp of the visible scores
+};
+
+// What the backward reads beside the forward's inputs.
+struct AttentionCotangents {
+  TensorView out;   // the forward's result, any strides with D's 1
+  TensorView lse;   // the forward's result, contiguous
+  TensorView dout;  // (B, Sq, H, D), T: gradient of the loss by out
+  TensorView dlse;  // optional (B, H, Sq), lse's dtype, any strides: gradient of the loss by lse
+};
+
+// Contiguous; a view left undefined is not computed.
+struct AttentionGradients {
+  TensorView dquery;  // (B, Sq, H, D), T
+  TensorView dkey;    // (B, Sk, Hkv, D), T
+  TensorView dvalue;  // (B, Sk, Hkv, D), T
+  TensorView dbias;   // the bias's shape and dtype; summed over every broadcast dimension
+};
+
+// How much work a call did, in score tiles and in scores (one query row x one key of one head).
+struct AttentionCounters {
+  std::int64_t tiles_visited = 0;    // tiles with at least one visible score
+  std::int64_t tiles_partial = 0;    // of those, tiles that needed mask work
+  std::int64_t tiles_skipped = 0;    // tiles of the dense problem that were never touched
+  std::int64_t scores_kept = 0;      // visible scores
+  std::int64_t scores_computed = 0;  // scores whose product was evaluated
+  std::int64_t keys_packed = 0;      // keys copied into tiles, counted once per chunk of rows and key head
+};
+
+struct AttentionContext {
+  Executor* executor = nullptr;           // null: default_executor()
+  AttentionCounters* counters = nullptr;  // optional; added to
+};
+
+// Bytes of scratch memory the call needs, aligned to 64. O(Sq + Sk) per head and worker.
+Status attention_forward_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
+                                   std::size_t* bytes);
+Status attention_backward_workspace(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,
+                                    const AttentionGradients&, const AttentionContext&, std::size_t* bytes);
+
+// out and lse of attention over the visible keys. A row that sees none gets out = 0, lse = -inf.
+// Everything is validated before any memory is touched. `workspace` holds at least the bytes that the
+// query above gives for the same arguments; its contents do not matter.
+Status attention_forward(const AttentionInputs&, const AttentionOptions&, const AttentionOutputs&, void* workspace,
+                         std::size_t workspace_bytes, const AttentionContext& = {});
+
+// The gradients that are asked for, given the forward's inputs and results.
+Status attention_backward(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,
+                          const AttentionGradients&, void* workspace, std::size_t workspace_bytes,
+                          const AttentionContext& = {});
+
+// The same with scratch memory allocated for the duration of the call.
+Status attention_forward(const AttentionInputs&, const AttentionOptions&, const AttentionOutputs&,
+                         const AttentionContext& = {});
+Status attention_backward(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,
+                          const AttentionGradients&, const AttentionContext& = {});
+
+}  // namespace flash_dmattn

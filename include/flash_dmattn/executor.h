@@ -1,0 +1,26 @@
+// Where the CPU backend's parallel work runs. Hosts with a thread pool of their own (torch, OpenMP,
+// TBB) pass an Executor that uses it, so that there is never a second pool beside theirs.
+#pragma once
+
+#include <functional>
+
+namespace flash_dmattn {
+
+class Executor {
+ public:
+  virtual ~Executor() = default;
+
+  // How many workers may run at the same time, at least 1.
+  virtual int concurrency() const = 0;
+
+  // Calls task(worker) once for every worker in [0, workers) and returns when all are done. Workers
+  // may run one after another: no task ever waits for another. Tasks do not throw.
+  virtual void run(int workers, const std::function<void(int worker)>& task) = 0;
+};
+
+// The library's own pool, used when a call names no executor. Its threads sleep between calls.
+// Created at the first use with one worker per core the process may run on, or with the environment
+// variable FLASH_DMATTN_NUM_THREADS.
+Executor& default_executor();
+
+}  // namespace flash_dmattn

@@ -1,0 +1,71 @@
+// Validated arguments in the one form that every backend reads. Nothing here is checked again.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_dmattn/attention.h"
+
+namespace flash_dmattn::internal {
+
+// (B, S, heads, D) tokens of any strides, D's being 1. Strides in elements.
+struct TokenView {
+  void* data = nullptr;
+  std::int64_t batch_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+
+  bool defined() const { return data != nullptr; }
+};
+
+// A mask, a bias or a bias gradient as (batch, head, row, key); each size is 1 or full. A dimension of
+// size 1 has stride 0 here, whatever the caller's stride was, so that reading needs no case for it.
+struct BroadcastView {
+  void* data = nullptr;
+  DType dtype = DType::kBool;
+  std::int64_t batches = 1, heads = 1, rows = 1, keys = 1;
+  std::int64_t batch_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
+  std::int64_t head_divisor = 1;  // query head h reads head h / head_divisor: 1, H / Hkv or H
+
+  bool defined() const { return data != nullptr; }
+  // Element offset of (batch b, query head h), row 0, key 0.
+  std::int64_t offset(std::int64_t b, std::int64_t h) const {
+    return b * batch_stride + (h / head_divisor) * head_stride;
+  }
+};
+
+struct AttentionProblem {
+  DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
+  std::int64_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0, head_dim = 0;
+  TokenView query, key, value;
+  BroadcastView mask, bias;               // data null: none
+  const std::int32_t* seqlens = nullptr;  // null: every key exists
+  std::int64_t seqlens_stride = 0;
+  double scale = 1.0, softcap = 0.0;
+  bool is_causal = false, deterministic = false;
+
+  std::int64_t group() const { return key_heads > 0 ? heads / key_heads : 1; }
+  // The keys that exist for batch element b.
+  std::int64_t key_count(std::int64_t b) const {
+    if (seqlens == nullptr) return keys;
+    const std::int64_t count = seqlens[b * seqlens_stride];
+    return count < 0 ? 0 : count < keys ? count : keys;
+  }
+  // Nothing to compute: out and lse have no elements.
+  bool empty() const { return batch == 0 || rows == 0 || heads == 0; }
+};
+
+struct ForwardProblem : AttentionProblem {
+  TokenView out;        // contiguous
+  void* lse = nullptr;  // (B, H, Sq) contiguous
+};
+
+struct BackwardProblem : AttentionProblem {
+  TokenView out, dout;
+  const void* lse = nullptr;   // (B, H, Sq) contiguous
+  const void* dlse = nullptr;  // (B, H, Sq) or null
+  std::int64_t dlse_batch_stride = 0, dlse_head_stride = 0, dlse_row_stride = 0;
+  TokenView dquery, dkey, dvalue;  // contiguous; data null: not asked for
+  BroadcastView dbias;             // contiguous in the bias's own shape; data null: not asked for
+};
+
+}  // namespace flash_dmattn::internal

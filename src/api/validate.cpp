@@ -1,0 +1,383 @@
+#include "api/validate.h"
+
+#include <array>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <string>
+
+namespace flash_dmattn::internal {
+namespace {
+
+using Dims = std::array<std::int64_t, TensorView::kMaxRank>;
+
+constexpr std::int64_t kMaxBytes = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kMaxHeadDim = 256;
+
+enum class Layout { kAny, kUnitHeadDim, kContiguous };
+
+// What a tensor whose shape follows from the inputs must look like.
+struct Expected {
+  const char* name;
+  const TensorView* view;
+  DType dtype;
+  const char* form;  // "(B, Sq, H, D)"
+  int rank;
+  Dims shape;
+  Layout layout;
+};
+
+// ---- What error messages show. Built only when a rule is broken.
+
+std::string list(const std::int64_t* values, int count) {
+  std::string text = "(";
+  for (int i = 0; i < count; ++i) text += (i > 0 ? ", " : "") + std::to_string(values[i]);
+  return text + ")";
+}
+
+// "key (2, 8, 4, 32)". The rank may be any number here: checking it is what led to the message.
+std::string show(const char* name, const TensorView& view) {
+  if (view.rank == 0) return std::string(name) + " without a tensor";
+  if (view.rank < 0 || view.rank > TensorView::kMaxRank) {
+    return std::string(name) + " with " + std::to_string(view.rank) + " dimensions";
+  }
+  return std::string(name) + " " + list(view.shape.data(), view.rank);
+}
+
+std::string show_dtype(const char* name, DType dtype) { return std::string(name) + " " + name_of(dtype); }
+
+std::string show_strides(const char* name, const TensorView& view) {
+  return show(name, view) + " with strides " + list(view.strides.data(), view.rank);
+}
+
+// ---- One tensor on its own.
+
+bool has_elements(const TensorView& view) {
+  for (int dim = 0; dim < view.rank; ++dim) {
+    if (view.shape[dim] == 0) return false;
+  }
+  return true;
+}
+
+// Whether a * b * ... stays within `limit`. Zeros count as one, so that no product of some of the sizes
+// overflows either.
+bool product_fits(std::initializer_list<std::int64_t> sizes, std::int64_t limit) {
+  std::int64_t product = 1;
+  for (const std::int64_t size : sizes) {
+    if (size > 1 && __builtin_mul_overflow(product, size, &product)) return false;
+  }
+  return product <= limit;
+}
+
+// Whether the bytes that the view counts, and those between its ends, fit in 64-bit offsets.
+bool addressable(const TensorView& view) {
+  auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
+  auto reach = bytes;
+  for (int dim = 0; dim < view.rank; ++dim) {
+    if (view.shape[dim] <= 1) continue;
+    const std::int64_t stride = view.strides[dim];
+    std::int64_t step = 0;
+    if (stride == std::numeric_limits<std::int64_t>::min() ||
+        __builtin_mul_overflow(stride < 0 ? -stride : stride, view.shape[dim] - 1, &step) ||
+        __builtin_mul_overflow(step, static_cast<std::int64_t>(size_of(view.dtype)), &step) ||
+        __builtin_add_overflow(reach, step, &reach) || __builtin_mul_overflow(bytes, view.shape[dim], &bytes)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool contiguous(const TensorView& view) {
+  std::int64_t stride = 1;
+  for (int dim = view.rank - 1; dim >= 0; --dim) {
+    if (view.shape[dim] != 1 && view.strides[dim] != stride) return false;
+    stride *= view.shape[dim];
+  }
+  return true;
+}
+
+Status check_rank(const char* name, const TensorView& view, int min_rank, int max_rank) {
+  if (view.rank == 0) return Status::invalid(name, "must be given", show(name, view));
+  if (view.rank < min_rank || view.rank > max_rank) {
+    const std::string count = min_rank == max_rank ? std::to_string(max_rank) : "2, 3 or 4";
+    return Status::invalid(name, "must have " + count + (count == "1" ? " dimension" : " dimensions"),
+                           show(name, view));
+  }
+  return {};
+}
+
+// What must hold for any tensor once its rank and dtype are known to be right.
+Status check_memory(const char* name, const TensorView& view, Layout layout) {
+  for (int dim = 0; dim < view.rank; ++dim) {
+    if (view.shape[dim] < 0) return Status::invalid(name, "must not have a negative size", show(name, view));
+  }
+  if (!addressable(view)) {
+    return Status::invalid(name, "must be addressable with 64-bit offsets", show_strides(name, view));
+  }
+  if (!has_elements(view)) return {};
+  if (view.data == nullptr) return Status::invalid(name, "must have data", show(name, view) + " at a null pointer");
+  if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {
+    return Status::invalid(name, "must be aligned to its element size", show_dtype(name, view.dtype) + " unaligned");
+  }
+  if (layout == Layout::kContiguous && !contiguous(view)) {
+    return Status::invalid(name, "must be contiguous", show_strides(name, view));
+  }
+  const int last = view.rank - 1;
+  if (layout == Layout::kUnitHeadDim && view.shape[last] > 1 && view.strides[last] != 1) {
+    return Status::invalid(name, "must have stride 1 in its head dim", show_strides(name, view));
+  }
+  return {};
+}
+
+Status check_expected(const Expected& expected) {
+  const TensorView& view = *expected.view;
+  if (Status status = check_rank(expected.name, view, expected.rank, expected.rank); !status.ok()) return status;
+  if (view.dtype != expected.dtype) {
+    return Status::invalid(expected.name, std::string("must be ") + name_of(expected.dtype),
+                           show_dtype(expected.name, view.dtype));
+  }
+  for (int dim = 0; dim < expected.rank; ++dim) {
+    if (view.shape[dim] != expected.shape[dim]) {
+      const std::string wanted = list(expected.shape.data(), expected.rank);
+      return Status::invalid(expected.name, std::string("must have the shape ") + expected.form + " = " + wanted,
+                             show(expected.name, view));
+    }
+  }
+  return check_memory(expected.name, view, expected.layout);
+}
+
+Status check_all(std::initializer_list<Expected> table) {
+  for (const Expected& expected : table) {
+    if (Status status = check_expected(expected); !status.ok()) return status;
+  }
+  return {};
+}
+
+// ---- The inputs together.
+
+Status check_tokens(const AttentionInputs& inputs) {
+  const TensorView& query = inputs.query;
+  const DType dtype = query.dtype;
+  const struct {
+    const char* name;
+    const TensorView* view;
+  } tokens[] = {{"query", &query}, {"key", &inputs.key}, {"value", &inputs.value}};
+  for (const auto& [name, view] : tokens) {
+    if (Status status = check_rank(name, *view, 4, 4); !status.ok()) return status;
+    if (dtype != DType::kFloat32 && dtype != DType::kFloat64 && dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
+      return Status::invalid("query", "must be float16, bfloat16, float32 or float64", show_dtype("query", dtype));
+    }
+    if (view->dtype != dtype) {
+      return Status::invalid(name, "must have query's dtype",
+                             show_dtype(name, view->dtype) + ", " + show_dtype("query", dtype));
+    }
+    if (Status status = check_memory(name, *view, Layout::kUnitHeadDim); !status.ok()) return status;
+  }
+  return {};
+}
+
+Status check_sizes(const AttentionInputs& inputs) {
+  const TensorView &query = inputs.query, &key = inputs.key, &value = inputs.value;
+  const auto both = [&](const char* name, const TensorView& view, const char* other_name, const TensorView& other) {
+    return show(name, view) + ", " + show(other_name, other);
+  };
+  if (query.shape[3] < 1 || query.shape[3] > kMaxHeadDim) {
+    return Status::invalid("query", "must have a head dim of 1 to 256", show("query", query));
+  }
+  if (key.shape[0] != query.shape[0]) {
+    return Status::invalid("key", "must have query's batch size", both("key", key, "query", query));
+  }
+  if (key.shape[3] != query.shape[3]) {
+    return Status::invalid("key", "must have query's head dim", both("key", key, "query", query));
+  }
+  if (value.shape != key.shape) {
+    return Status::invalid("value", "must have key's shape", both("value", value, "key", key));
+  }
+  const std::int64_t heads = query.shape[2], key_heads = key.shape[2];
+  if (key_heads == 0 ? heads != 0 : heads % key_heads != 0) {
+    return Status::invalid("query", "must have a multiple of key's heads", both("query", query, "key", key));
+  }
+  if (!product_fits({query.shape[0], query.shape[1], heads, key.shape[1]}, kMaxBytes / 2)) {
+    return Status::invalid("query", "must make fewer than 2^62 scores B * H * Sq * Sk with key",
+                           both("query", query, "key", key));
+  }
+  return {};
+}
+
+// Kernels other than fp64 compute in fp32, so there a number must be finite as a float.
+bool finite_in(DType dtype, double number) {
+  return std::isfinite(number) && (dtype == DType::kFloat64 || std::fabs(number) <= FLT_MAX);
+}
+
+Status check_options(const AttentionOptions& options, DType dtype) {
+  if (options.scale && !finite_in(dtype, *options.scale)) {
+    return Status::invalid("scale", "must be finite", "scale " + std::to_string(*options.scale));
+  }
+  if (!finite_in(dtype, options.softcap) || options.softcap < 0) {
+    return Status::invalid("softcap", "must be finite and not negative", "softcap " + std::to_string(options.softcap));
+  }
+  return {};
+}
+
+TokenView token_view(const TensorView& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
+
+// Reads a mask's or bias's dimensions as (batch, head, row, key); those it lacks have size 1.
+Status make_broadcast(const char* name, const TensorView& view, const AttentionProblem& problem,
+                      BroadcastView* result) {
+  static constexpr int kSource[3][4] = {{-1, -1, 0, 1}, {0, 1, -1, 2}, {0, 1, 2, 3}};  // by rank - 2
+  Dims sizes = {1, 1, 1, 1}, strides = {};
+  for (int dim = 0; dim < 4; ++dim) {
+    const int source = kSource[view.rank - 2][dim];
+    if (source < 0) continue;
+    sizes[dim] = view.shape[source];
+    strides[dim] = sizes[dim] == 1 ? 0 : view.strides[source];
+  }
+  const auto fits = [&](int dim, std::int64_t full) { return sizes[dim] == 1 || sizes[dim] == full; };
+  if (!fits(0, problem.batch) || !(fits(1, problem.heads) || sizes[1] == problem.key_heads) || !fits(2, problem.rows) ||
+      !fits(3, problem.keys)) {
+    const std::string full = "(" + std::to_string(problem.batch) + ", " + std::to_string(problem.heads) + " or " +
+                             std::to_string(problem.key_heads) + ", " + std::to_string(problem.rows) + ", " +
+                             std::to_string(problem.keys) + ")";
+    return Status::invalid(name, "must broadcast to (B, H or Hkv, Sq, Sk) = " + full, show(name, view));
+  }
+  *result = {view.data,  view.dtype, sizes[0],   sizes[1],   sizes[2], sizes[3],
+             strides[0], strides[1], strides[2], strides[3], 1};
+  const std::int64_t heads_per_head = sizes[1] == 1 ? problem.heads : sizes[1] == problem.heads ? 1 : problem.group();
+  result->head_divisor = heads_per_head > 0 ? heads_per_head : 1;  // 0 without query heads
+  return {};
+}
+
+Status read_mask(const TensorView& mask, AttentionProblem* problem) {
+  if (mask.rank == 0) return {};
+  if (Status status = check_rank("mask", mask, 2, 4); !status.ok()) return status;
+  if (mask.dtype != DType::kBool) return Status::invalid("mask", "must be bool", show_dtype("mask", mask.dtype));
+  if (Status status = check_memory("mask", mask, Layout::kAny); !status.ok()) return status;
+  return make_broadcast("mask", mask, *problem, &problem->mask);
+}
+
+Status read_bias(const TensorView& bias, AttentionProblem* problem) {
+  if (bias.rank == 0) return {};
+  if (Status status = check_rank("bias", bias, 2, 4); !status.ok()) return status;
+  if (bias.dtype != problem->dtype && bias.dtype != DType::kFloat32) {
+    return Status::invalid("bias", "must have query's dtype or float32",
+                           show_dtype("bias", bias.dtype) + ", " + show_dtype("query", problem->dtype));
+  }
+  if (Status status = check_memory("bias", bias, Layout::kAny); !status.ok()) return status;
+  return make_broadcast("bias", bias, *problem, &problem->bias);
+}
+
+Status read_seqlens(const TensorView& seqlens, AttentionProblem* problem) {
+  if (seqlens.rank == 0) return {};
+  Status status = check_all({{"seqlens_k", &seqlens, DType::kInt32, "(B)", 1, {problem->batch}, Layout::kAny}});
+  if (!status.ok()) return status;
+  problem->seqlens = static_cast<const std::int32_t*>(seqlens.data);
+  problem->seqlens_stride = seqlens.strides[0];
+  return {};
+}
+
+DType lse_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+
+Expected query_like(const char* name, const TensorView& view, const AttentionProblem& p, Layout layout) {
+  return {name, &view, p.dtype, "(B, Sq, H, D)", 4, {p.batch, p.rows, p.heads, p.head_dim}, layout};
+}
+
+Expected key_like(const char* name, const TensorView& view, const AttentionProblem& p, Layout layout) {
+  return {name, &view, p.dtype, "(B, Sk, Hkv, D)", 4, {p.batch, p.keys, p.key_heads, p.head_dim}, layout};
+}
+
+Expected lse_like(const char* name, const TensorView& view, const AttentionProblem& p, Layout layout) {
+  return {name, &view, lse_dtype(p.dtype), "(B, H, Sq)", 3, {p.batch, p.heads, p.rows}, layout};
+}
+
+Status read_bias_gradient(const TensorView& dbias, const TensorView& bias, BackwardProblem* problem) {
+  if (dbias.rank == 0) return {};
+  if (bias.rank == 0) return Status::invalid("dbias", "needs a bias", show("dbias", dbias) + ", no bias");
+  const Expected expected = {"dbias", &dbias, bias.dtype, "of the bias", bias.rank, bias.shape, Layout::kContiguous};
+  if (Status status = check_expected(expected); !status.ok()) return status;
+  return make_broadcast("dbias", dbias, *problem, &problem->dbias);
+}
+
+Status read_gradients(const AttentionGradients& gradients, const TensorView& bias, BackwardProblem* problem) {
+  const struct {
+    Expected expected;
+    TokenView* result;
+  } table[] = {
+      {query_like("dquery", gradients.dquery, *problem, Layout::kContiguous), &problem->dquery},
+      {key_like("dkey", gradients.dkey, *problem, Layout::kContiguous), &problem->dkey},
+      {key_like("dvalue", gradients.dvalue, *problem, Layout::kContiguous), &problem->dvalue},
+  };
+  for (const auto& [expected, result] : table) {
+    if (expected.view->rank == 0) continue;  // not asked for
+    if (Status status = check_expected(expected); !status.ok()) return status;
+    *result = token_view(*expected.view);
+  }
+  return read_bias_gradient(gradients.dbias, bias, problem);
+}
+
+}  // namespace
+
+Status make_problem(const AttentionInputs& inputs, const AttentionOptions& options, AttentionProblem* problem) {
+  *problem = {};
+  if (Status status = check_tokens(inputs); !status.ok()) return status;
+  if (Status status = check_sizes(inputs); !status.ok()) return status;
+  const DType dtype = inputs.query.dtype;
+  if (Status status = check_options(options, dtype); !status.ok()) return status;
+
+  const Dims &query = inputs.query.shape, &key = inputs.key.shape;
+  problem->dtype = dtype;
+  problem->batch = query[0];
+  problem->rows = query[1];
+  problem->heads = query[2];
+  problem->head_dim = query[3];
+  problem->keys = key[1];
+  problem->key_heads = key[2];
+  problem->query = token_view(inputs.query);
+  problem->key = token_view(inputs.key);
+  problem->value = token_view(inputs.value);
+  problem->scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(query[3])));
+  problem->softcap = options.softcap;
+  problem->is_causal = options.is_causal;
+  problem->deterministic = options.deterministic;
+
+  if (Status status = read_mask(inputs.mask, problem); !status.ok()) return status;
+  if (Status status = read_bias(inputs.bias, problem); !status.ok()) return status;
+  return read_seqlens(inputs.seqlens_k, problem);
+}
+
+Status make_forward_problem(const AttentionInputs& inputs, const AttentionOptions& options,
+                            const AttentionOutputs& outputs, ForwardProblem* problem) {
+  *problem = {};
+  if (Status status = make_problem(inputs, options, problem); !status.ok()) return status;
+  Status status = check_all({query_like("out", outputs.out, *problem, Layout::kContiguous),
+                             lse_like("lse", outputs.lse, *problem, Layout::kContiguous)});
+  if (!status.ok()) return status;
+  problem->out = token_view(outputs.out);
+  problem->lse = outputs.lse.data;
+  return {};
+}
+
+Status make_backward_problem(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
+                             const AttentionOptions& options, const AttentionGradients& gradients,
+                             BackwardProblem* problem) {
+  *problem = {};
+  if (Status status = make_problem(inputs, options, problem); !status.ok()) return status;
+  Status status = check_all({query_like("out", cotangents.out, *problem, Layout::kUnitHeadDim),
+                             lse_like("lse", cotangents.lse, *problem, Layout::kContiguous),
+                             query_like("dout", cotangents.dout, *problem, Layout::kUnitHeadDim)});
+  if (!status.ok()) return status;
+  problem->out = token_view(cotangents.out);
+  problem->lse = cotangents.lse.data;
+  problem->dout = token_view(cotangents.dout);
+  if (const TensorView& dlse = cotangents.dlse; dlse.rank != 0) {
+    if (status = check_expected(lse_like("dlse", dlse, *problem, Layout::kAny)); !status.ok()) return status;
+    problem->dlse = dlse.data;
+    problem->dlse_batch_stride = dlse.strides[0];
+    problem->dlse_head_stride = dlse.strides[1];
+    problem->dlse_row_stride = dlse.strides[2];
+  }
+  return read_gradients(gradients, inputs.bias, problem);
+}
+
+}  // namespace flash_dmattn::internal

@@ -1,0 +1,17 @@
+// The only place where arguments are checked.
+#pragma once
+
+#include "api/problem.h"
+#include "flash_dmattn/attention.h"
+#include "flash_dmattn/status.h"
+
+namespace flash_dmattn::internal {
+
+// Every rule of docs/semantics.md on the arguments; touches no tensor memory.
+Status make_forward_problem(const AttentionInputs&, const AttentionOptions&, const AttentionOutputs&, ForwardProblem*);
+Status make_backward_problem(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,
+                             const AttentionGradients&, BackwardProblem*);
+// For workspace queries, which know no outputs yet.
+Status make_problem(const AttentionInputs&, const AttentionOptions&, AttentionProblem*);
+
+}  // namespace flash_dmattn::internal

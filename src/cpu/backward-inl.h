@@ -1,0 +1,381 @@
+// The backward, by the formulas of Dao et al. 2022 (FlashAttention, appendix B), over the same plans as the
+// forward: P = e^(score - lse), dS = P (dO V^T - delta), delta = rowsum(dO * O) - dlse.
+#pragma once
+
+#include "cpu/bias_gradient-inl.h"
+#include "cpu/gradient_sums-inl.h"
+#include "cpu/kernel_set.h"
+#include "cpu/scores-inl.h"
+
+namespace flash_dmattn::internal::cpu {
+namespace {
+
+template <typename Products, typename T>
+class BackwardUnit {
+ public:
+  static std::size_t scratch_bytes(const BackwardProblem& problem, const BackwardSchedule& schedule) {
+    return BackwardUnit(problem, schedule, nullptr).arena_.used();
+  }
+
+  BackwardUnit(const BackwardProblem& problem, const BackwardSchedule& schedule, void* scratch)
+      : problem_(problem),
+        schedule_(schedule),
+        arena_(scratch),
+        planner_(problem, schedule.chunk_rows, kBackwardRowTile,
+                 arena_.take<std::byte>(ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kBackwardRowTile))),
+        rule_(problem),
+        dbias_(problem, schedule, arena_),
+        head_dim_(static_cast<int>(problem.head_dim)),
+        out_stride_(Products::out_stride(head_dim_)),
+        padded_rows_(static_cast<int>(round_up(schedule.chunk_rows, kBackwardRowTile))),
+        need_score_gradient_(problem.dquery.defined() || problem.dkey.defined() || problem.dbias.defined()) {
+    const std::int64_t rows = static_cast<std::int64_t>(schedule.pass_heads) * padded_rows_;
+    const int block_keys = static_cast<int>(problem.keys < kKeyBlock ? round_up(problem.keys, kKeyTile) : kKeyBlock);
+    queries_ = arena_.take<Packed>(Products::left_size(rows, head_dim_));
+    key_columns_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
+    lse_ = arena_.take<float>(static_cast<std::size_t>(rows));
+    delta_ = arena_.take<float>(static_cast<std::size_t>(rows));
+    present_ = arena_.take<std::uint8_t>(static_cast<std::size_t>(rows));
+    scores_ = arena_.take<float>(kBackwardRowTile * kScoreStride);
+    if (problem.bias.defined()) bias_block_ = arena_.take<float>(kKeyBlock);
+    if (need_score_gradient_) {
+      douts_ = arena_.take<Packed>(Products::left_size(rows, head_dim_));
+      value_columns_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
+      gradients_ = arena_.take<float>(kBackwardRowTile * kScoreStride);
+    }
+    if (problem.dquery.defined()) {
+      key_depth_ = arena_.take<Packed>(Products::depth_size(block_keys, head_dim_));
+      dquery_ = arena_.take<float>(static_cast<std::size_t>(rows * out_stride_));
+    }
+    const GradientSums layout(problem, schedule, nullptr);
+    const std::size_t own_sums =
+        schedule.splits > 1 ? 0 : static_cast<std::size_t>(layout.pairs_per_unit()) * layout.pair_size();
+    if (problem.dkey.defined()) {
+      query_rows_ = arena_.take<Packed>(Products::rows_size(rows, head_dim_));
+      dkey_block_ = arena_.take<float>(Products::block_size(head_dim_));
+      own_dkey_ = arena_.take<float>(own_sums);
+    }
+    if (problem.dvalue.defined()) {
+      dout_rows_ = arena_.take<Packed>(Products::rows_size(rows, head_dim_));
+      dvalue_block_ = arena_.take<float>(Products::block_size(head_dim_));
+      own_dvalue_ = arena_.take<float>(own_sums);
+    }
+  }
+
+  void run(const BackwardProblem& problem, const BackwardSchedule& schedule, std::int64_t unit, void* sums_memory,
+           AttentionCounters* counters) {
+    counters_ = counters;
+    const GradientSums sums(problem, schedule, sums_memory);
+    const UnitPlace place = place_of(problem, schedule, unit);
+    begin_sums(sums, unit);
+    for (std::int64_t step = 0;; ++step) {
+      const std::int64_t chunk = schedule.chunk(place.split, step);
+      if (chunk < 0) break;
+      const std::int64_t row_begin = chunk * schedule.chunk_rows;
+      const std::int64_t rows_left = problem.rows - row_begin;
+      walk_chunk(place, sums, row_begin,
+                 static_cast<int>(rows_left < schedule.chunk_rows ? rows_left : schedule.chunk_rows));
+    }
+    if (schedule.splits == 1) finish_own_sums(place, sums);
+  }
+
+ private:
+  using Packed = typename Products::Packed;
+
+  void begin_sums(const GradientSums& sums, std::int64_t unit) {
+    const bool own = schedule_.splits == 1;
+    dkey_sums_ = own ? own_dkey_ : sums.dkey(unit, 0);
+    dvalue_sums_ = own ? own_dvalue_ : sums.dvalue(unit, 0);
+    const auto size = static_cast<std::int64_t>(sums.pair_size()) * sums.pairs_per_unit();
+    if (problem_.dkey.defined()) fill_floats(dkey_sums_, size, 0.0f);
+    if (problem_.dvalue.defined()) fill_floats(dvalue_sums_, size, 0.0f);
+    if (problem_.dbias.defined()) dbias_.begin_unit(sums.columns(unit), sums.columns_size());
+  }
+
+  void finish_own_sums(const UnitPlace& place, const GradientSums& sums) {
+    for (std::int64_t pair = 0; pair < sums.pairs_per_unit(); ++pair) {
+      const std::int64_t batch = place.batch_begin + pair / schedule_.group_key_heads;
+      const std::int64_t key_head = place.key_head_begin + pair % schedule_.group_key_heads;
+      const std::size_t at = static_cast<std::size_t>(pair) * sums.pair_size();
+      if (problem_.dkey.defined()) {
+        finish_rows(own_dkey_ + at, 1, 0, sums.row_stride(), 0, problem_.keys, head_dim_,
+                    static_cast<float>(problem_.scale), head_tokens<T>(problem_.dkey, batch, key_head),
+                    problem_.dkey.token_stride);
+      }
+      if (problem_.dvalue.defined()) {
+        finish_rows(own_dvalue_ + at, 1, 0, sums.row_stride(), 0, problem_.keys, head_dim_, 1.0f,
+                    head_tokens<T>(problem_.dvalue, batch, key_head), problem_.dvalue.token_stride);
+      }
+    }
+  }
+
+  // All pairs of the share group over the rows of one chunk, those that share a head of the bias together.
+  void walk_chunk(const UnitPlace& place, const GradientSums& sums, std::int64_t row_begin, int rows) {
+    const std::int64_t group = problem_.group();
+    const std::int64_t bias_heads = problem_.dbias.head_divisor;  // query heads to a head of the bias
+    std::int64_t planned_mask = -1, planned_keys = -1;
+    const ChunkPlan* plan = nullptr;
+    const std::int64_t first_head = place.key_head_begin * group;
+    const std::int64_t heads = schedule_.group_key_heads * group;
+    for (std::int64_t head = first_head; head < first_head + heads; head += schedule_.pass_heads) {
+      if (head == first_head || head % bias_heads == 0) dbias_.begin_strip(rows);
+      for (std::int64_t i = 0; i < schedule_.group_batches; ++i) {
+        const std::int64_t batch = place.batch_begin + i;
+        const std::int64_t mask = problem_.mask.offset(batch, head);
+        if (plan == nullptr || mask != planned_mask || problem_.key_count(batch) != planned_keys) {
+          plan = &planner_.plan(batch, head, row_begin, rows);
+          planned_mask = mask;
+          planned_keys = problem_.key_count(batch);
+        }
+        if (counters_ != nullptr) counters_->scores_kept += count_visible(*plan) * schedule_.pass_heads;
+        const std::int64_t key_head = head / group;
+        const std::int64_t pair = i * schedule_.group_key_heads + key_head - place.key_head_begin;
+        attend(*plan, batch, key_head, head, sums, static_cast<std::size_t>(pair) * sums.pair_size());
+      }
+      const std::int64_t next = head + schedule_.pass_heads;
+      if (next == first_head + heads || next % bias_heads == 0) {
+        dbias_.end_strip(place.batch_begin, head, row_begin, rows);
+      }
+    }
+  }
+
+  // The pass's query heads from `head` on over one chunk.
+  void attend(const ChunkPlan& plan, std::int64_t batch, std::int64_t key_head, std::int64_t head,
+              const GradientSums& sums, std::size_t pair_offset) {
+    for (int h = 0; h < schedule_.pass_heads; ++h) begin_rows(plan, batch, head + h, h);
+    const T* keys = head_tokens<T>(problem_.key, batch, key_head);
+    const T* values = head_tokens<T>(problem_.value, batch, key_head);
+    for (int first = 0; first < plan.key_count; first += kKeyBlock) {
+      const int count = plan.key_count - first < kKeyBlock ? plan.key_count - first : kKeyBlock;
+      const int padded = static_cast<int>(round_up(count, kKeyTile));
+      const auto key_source = key_rows(plan, keys, problem_.key.token_stride, head_dim_, first, count);
+      Products::pack_columns(key_source, padded, key_columns_);
+      if (need_score_gradient_) {
+        Products::pack_columns(key_rows(plan, values, problem_.value.token_stride, head_dim_, first, count), padded,
+                               value_columns_);
+      }
+      if (problem_.dquery.defined()) Products::pack_depth(key_source, padded, key_depth_);
+      if (counters_ != nullptr) counters_->keys_packed += count;
+      const auto block_floats = static_cast<std::int64_t>(Products::block_size(head_dim_));
+      if (problem_.dkey.defined()) fill_floats(dkey_block_, block_floats, 0.0f);
+      if (problem_.dvalue.defined()) fill_floats(dvalue_block_, block_floats, 0.0f);
+      for (int h = 0; h < schedule_.pass_heads; ++h) {
+        BiasReader<T> bias;
+        if (problem_.bias.defined()) {
+          bias = BiasReader<T>(problem_.bias, batch, head + h, plan);
+          bias.load_block(first, count, bias_block_);
+        }
+        dbias_.begin_head(plan, batch, head + h, (head + h) % problem_.group());
+        dbias_.begin_block();
+        for (int tile = 0; tile < plan.row_tiles(); ++tile) attend_tile(plan, h, tile, first, padded, bias);
+        dbias_.end_block(first, count);
+      }
+      const auto listed_key = [&](int key) { return plan.key(first + key); };
+      if (problem_.dkey.defined()) {
+        Products::scatter_block(dkey_block_, head_dim_, count, listed_key, sums.row_stride(), dkey_sums_ + pair_offset);
+      }
+      if (problem_.dvalue.defined()) {
+        Products::scatter_block(dvalue_block_, head_dim_, count, listed_key, sums.row_stride(),
+                                dvalue_sums_ + pair_offset);
+      }
+    }
+    if (!problem_.dquery.defined()) return;
+    for (int h = 0; h < schedule_.pass_heads; ++h) {
+      T* dquery = head_tokens<T>(problem_.dquery, batch, head + h);
+      for (int row = 0; row < plan.rows; ++row) {
+        store_row(dquery_ + static_cast<std::int64_t>(h * padded_rows_ + row) * out_stride_,
+                  static_cast<float>(problem_.scale), head_dim_,
+                  dquery + (plan.row_begin + row) * problem_.dquery.token_stride);
+      }
+    }
+  }
+
+  // Packs the chunk's rows of one head and what the softmax's derivative needs of them.
+  void begin_rows(const ChunkPlan& plan, std::int64_t batch, std::int64_t head, int h) {
+    const int at = h * padded_rows_;
+    const auto* lse =
+        static_cast<const float*>(problem_.lse) + (batch * problem_.heads + head) * problem_.rows + plan.row_begin;
+    for (int row = 0; row < plan.rows; ++row) {
+      lse_[at + row] = lse[row];
+      // A row that sees nothing touches no gradient, whatever its query and dout hold.
+      present_[at + row] = lse[row] != kMinusInfinity;
+    }
+    RowSource<T> queries = chunk_rows(plan, problem_.query, batch, head, h);
+    RowSource<T> douts = chunk_rows(plan, problem_.dout, batch, head, h);
+    RowSource<T> outs = chunk_rows(plan, problem_.out, batch, head, h);
+    const int padded = static_cast<int>(round_up(plan.rows, kBackwardRowTile));
+    const std::size_t left = Products::left_size(at, head_dim_), rows_at = Products::rows_size(at, head_dim_);
+    Products::template pack_left<kBackwardRowTile>(queries, padded, queries_ + left);
+    if (problem_.dkey.defined()) {
+      Products::template pack_row_operand<kBackwardRowTile>(queries, padded_rows_, query_rows_ + rows_at);
+    }
+    if (problem_.dvalue.defined()) {
+      Products::template pack_row_operand<kBackwardRowTile>(douts, padded_rows_, dout_rows_ + rows_at);
+    }
+    if (problem_.dquery.defined()) {
+      fill_floats(dquery_ + static_cast<std::int64_t>(at) * out_stride_,
+                  static_cast<std::int64_t>(plan.rows) * out_stride_, 0.0f);
+    }
+    if (!need_score_gradient_) return;
+    Products::template pack_left<kBackwardRowTile>(douts, padded, douts_ + left);
+    const auto* dlse = static_cast<const float*>(problem_.dlse);
+    if (dlse != nullptr) dlse += batch * problem_.dlse_batch_stride + head * problem_.dlse_head_stride;
+    for (int row = 0; row < plan.rows; ++row) {
+      delta_[at + row] = present_[at + row] == 0 ? 0.0f : dot_rows(douts.row(row), outs.row(row));
+      if (dlse != nullptr && present_[at + row] != 0) {
+        delta_[at + row] -= dlse[(plan.row_begin + row) * problem_.dlse_row_stride];
+      }
+    }
+    dbias_.clear_rows(plan, batch, head);
+  }
+
+  RowSource<T> chunk_rows(const ChunkPlan& plan, const TokenView& view, std::int64_t batch, std::int64_t head, int h) {
+    RowSource<T> rows;
+    rows.head = head_tokens<T>(view, batch, head);
+    rows.stride = view.token_stride;
+    rows.begin = plan.row_begin;
+    rows.count = plan.rows;
+    rows.head_dim = head_dim_;
+    rows.present = present_ + h * padded_rows_;
+    return rows;
+  }
+
+  float dot_rows(const T* a, const T* b) const {
+    float left[kMaxHeadDim], right[kMaxHeadDim];
+    convert_row(a, head_dim_, left);
+    convert_row(b, head_dim_, right);
+    const int padded = static_cast<int>(round_up(head_dim_, kLanes));
+    fill_floats(left + head_dim_, padded - head_dim_, 0.0f);
+    fill_floats(right + head_dim_, padded - head_dim_, 0.0f);
+    Vec sum = hn::Zero(kFloats);
+    for (int i = 0; i < padded; i += kLanes) {
+      sum = hn::MulAdd(hn::LoadU(kFloats, left + i), hn::LoadU(kFloats, right + i), sum);
+    }
+    return hn::GetLane(hn::SumOfLanes(kFloats, sum));
+  }
+
+  void attend_tile(const ChunkPlan& plan, int h, int row_tile, int first, int padded, const BiasReader<T>& bias) {
+    const int row_begin = row_tile * kBackwardRowTile;
+    const int rows = plan.rows - row_begin < kBackwardRowTile ? plan.rows - row_begin : kBackwardRowTile;
+    const int key_tiles = padded / kKeyTile;
+    const TileClass* classes = plan.classes + static_cast<std::int64_t>(row_tile) * plan.key_tiles() + first / kKeyTile;
+    const std::size_t left = Products::left_size(h * padded_rows_, head_dim_);
+    const bool any = for_each_run(classes, key_tiles, [&](int begin, int end) {
+      Products::template multiply_scores<kBackwardRowTile>(queries_ + left, row_tile, rows, key_columns_, head_dim_,
+                                                           begin * kKeyTile, end * kKeyTile, scores_);
+      if (!need_score_gradient_) return;
+      Products::template multiply_scores<kBackwardRowTile>(douts_ + left, row_tile, rows, value_columns_, head_dim_,
+                                                           begin * kKeyTile, end * kKeyTile, gradients_);
+    });
+    if (!any) return;
+    if (counters_ != nullptr) count_tiles(classes, key_tiles, rows, counters_);
+    for (int row = 0; row < rows; ++row) {
+      differentiate_row(plan, row_begin + row, h * padded_rows_ + row_begin + row, classes, key_tiles, first, bias,
+                        scores_ + row * kScoreStride, gradients_ + row * kScoreStride);
+    }
+    const std::size_t rows_at = Products::rows_size(h * padded_rows_, head_dim_);
+    for_each_run(classes, key_tiles, [&](int begin_tile, int end_tile) {
+      const int begin = begin_tile * kKeyTile, end = end_tile * kKeyTile;
+      if (problem_.dvalue.defined()) {
+        Products::template accumulate_columns<kBackwardRowTile>(scores_, row_tile, rows, dout_rows_ + rows_at,
+                                                                padded_rows_, head_dim_, begin, end, dvalue_block_);
+      }
+      if (problem_.dkey.defined()) {
+        Products::template accumulate_columns<kBackwardRowTile>(gradients_, row_tile, rows, query_rows_ + rows_at,
+                                                                padded_rows_, head_dim_, begin, end, dkey_block_);
+      }
+      if (problem_.dquery.defined()) {
+        Products::accumulate_rows(gradients_, rows, key_depth_, padded, head_dim_, begin, end,
+                                  dquery_ + static_cast<std::int64_t>(h * padded_rows_ + row_begin) * out_stride_);
+      }
+    });
+  }
+
+  // Products become probabilities, and their gradients d loss / d product / scale, in place.
+  HWY_INLINE void differentiate_row(const ChunkPlan& plan, int row, int at, const TileClass* classes, int key_tiles,
+                                    int first, const BiasReader<T>& bias, float* scores, float* gradients) {
+    const bool plain = rule_.is_plain(bias.defined());
+    const RowTerms terms = {plain ? rule_.scale : 1.0f, lse_[at], need_score_gradient_ ? delta_[at] : 0.0f};
+    const bool bent = dbias_.wanted() || rule_.softcap > 0.0f;
+    for (int tile = 0; tile < key_tiles; ++tile) {
+      if (classes[tile] == TileClass::kEmpty) continue;
+      const int in_block = tile * kKeyTile, listed = first + in_block;
+      std::uint64_t visible = classes[tile] == TileClass::kFull ? kAllVisible : plan.visible(row, listed / kKeyTile);
+      if (present_[at] == 0) visible = 0;
+      HWY_ALIGN float slopes[kKeyTile];
+      if (!plain) {
+        float buffer[kKeyTile];
+        rule_.apply_to_tile(scores + in_block, bias.tile(row, listed, buffer), slopes);
+      }
+      if (!need_score_gradient_) {
+        differentiate_tile(terms, visible, scores, nullptr, in_block, [](Vec, int) {});
+      } else if (!bent) {
+        differentiate_tile(terms, visible, scores, gradients, in_block,
+                           [&](Vec gradient, int key) { Products::store_probabilities(gradient, gradients, key); });
+      } else {
+        HWY_ALIGN float tile_gradients[kKeyTile];
+        differentiate_tile(terms, visible, scores, gradients, in_block, [&](Vec gradient, int key) {
+          hn::Store(gradient, kFloats, tile_gradients + key - in_block);
+        });
+        if (dbias_.wanted()) dbias_.add_tile(row, listed, in_block, tile_gradients);
+        for (int key = 0; key < kKeyTile; key += kLanes) {
+          Vec gradient = hn::Load(kFloats, tile_gradients + key);
+          if (rule_.softcap > 0.0f) gradient = hn::Mul(gradient, hn::Load(kFloats, slopes + key));
+          Products::store_probabilities(gradient, gradients, in_block + key);
+        }
+      }
+    }
+  }
+
+  struct RowTerms {
+    float factor, lse, delta;
+  };
+
+  // Probabilities of one tile in place; `use` takes the gradients of the scores. With `gradients` null
+  // nobody wants them.
+  template <typename Use>
+  static HWY_INLINE void differentiate_tile(const RowTerms& terms, std::uint64_t visible, float* scores,
+                                            const float* gradients, int in_block, Use use) {
+    const Vec factor = hn::Set(kFloats, terms.factor), offset = hn::Set(kFloats, -terms.lse);
+    const Vec delta = hn::Set(kFloats, terms.delta);
+    const auto vector_at = [&](int key, auto select) HWY_ATTR {
+      const Vec shifted = hn::MulAdd(hn::Load(kFloats, scores + key), factor, offset);
+      const Vec p = select(exponential<Products::kExpDegree>(shifted));
+      if (gradients != nullptr) use(select(hn::Mul(p, hn::Sub(hn::Load(kFloats, gradients + key), delta))), key);
+      Products::store_probabilities(p, scores, key);
+    };
+    if (visible == kAllVisible) {
+      HWY_UNROLL(4)
+      for (int v = 0; v < kTileVectors; ++v) vector_at(in_block + v * kLanes, [](Vec value) { return value; });
+    } else {
+      for (int v = 0; v < kTileVectors; ++v, visible >>= kLanes) {
+        const Mask seen = mask_from_bits(visible);
+        vector_at(in_block + v * kLanes, [&](Vec value) HWY_ATTR { return hn::IfThenElseZero(seen, value); });
+      }
+    }
+  }
+
+  const BackwardProblem& problem_;
+  const BackwardSchedule& schedule_;
+  Arena arena_;
+  ChunkPlanner planner_;
+  ScoreRule rule_;
+  BiasGradientSink<T> dbias_;
+  int head_dim_, out_stride_, padded_rows_;
+  bool need_score_gradient_;
+  AttentionCounters* counters_ = nullptr;
+  // The chunk's rows, packed once.
+  Packed *queries_ = nullptr, *douts_ = nullptr, *query_rows_ = nullptr, *dout_rows_ = nullptr;
+  float *lse_ = nullptr, *delta_ = nullptr, *dquery_ = nullptr;
+  std::uint8_t* present_ = nullptr;
+  // One block of listed keys.
+  Packed *key_columns_ = nullptr, *value_columns_ = nullptr, *key_depth_ = nullptr;
+  float *dkey_block_ = nullptr, *dvalue_block_ = nullptr, *bias_block_ = nullptr;
+  // One tile.
+  float *scores_ = nullptr, *gradients_ = nullptr;
+  // The unit's sums.
+  float *dkey_sums_ = nullptr, *dvalue_sums_ = nullptr, *own_dkey_ = nullptr, *own_dvalue_ = nullptr;
+};
+
+}  // namespace
+}  // namespace flash_dmattn::internal::cpu

@@ -1,0 +1,13 @@
+#include "cpu/kernels-inl.h"
+#include "cpu/products_vector-inl.h"
+
+namespace flash_dmattn::internal::cpu {
+
+const KernelSet kAvx512Kernels = {
+    "avx512",
+    make_kernels<Fp32Products, float>(),
+    make_kernels<Fp32Products, Fp16>(),
+    make_kernels<Fp32Products, Bf16>(),
+};
+
+}  // namespace flash_dmattn::internal::cpu

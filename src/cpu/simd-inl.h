@@ -1,0 +1,167 @@
+// Vector helpers on Highway. Included by one file per instruction set; everything here has internal
+// linkage, so that no function compiled for a newer CPU can be picked by the linker for an older one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "hwy/highway.h"
+
+namespace flash_dmattn::internal::cpu {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using FloatTag = hn::ScalableTag<float>;
+using Vec = hn::Vec<FloatTag>;
+using Mask = hn::Mask<FloatTag>;
+
+constexpr FloatTag kFloats;
+constexpr int kLanes = HWY_LANES(float);
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// Storage of 16-bit floats. bfloat16 is the upper half of a float.
+struct Bf16 {
+  std::uint16_t bits;
+};
+struct Fp16 {
+  std::uint16_t bits;
+};
+
+HWY_INLINE Vec load_floats(const float* from) { return hn::LoadU(kFloats, from); }
+HWY_INLINE Vec load_floats(const Bf16* from) {
+  const hn::Rebind<std::uint16_t, FloatTag> halves;
+  const hn::Rebind<std::uint32_t, FloatTag> words;
+  const auto bits = hn::LoadU(halves, &from->bits);
+  return hn::BitCast(kFloats, hn::ShiftLeft<16>(hn::PromoteTo(words, bits)));
+}
+HWY_INLINE Vec load_floats(const Fp16* from) {
+  const hn::Rebind<hwy::float16_t, FloatTag> halves;
+  return hn::PromoteTo(kFloats, hn::LoadU(halves, reinterpret_cast<const hwy::float16_t*>(from)));
+}
+
+// Round to nearest even; NaN stays NaN.
+HWY_INLINE auto bf16_bits(Vec v) {
+  const hn::RebindToUnsigned<FloatTag> words;
+  const auto bits = hn::BitCast(words, v);
+  const auto lowest_kept = hn::And(hn::ShiftRight<16>(bits), hn::Set(words, 1));
+  const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(lowest_kept, hn::Set(words, 0x7fff))));
+  const auto quiet_nan = hn::Or(hn::ShiftRight<16>(bits), hn::Set(words, 0x40));
+  return hn::IfThenElse(hn::RebindMask(words, hn::IsNaN(v)), quiet_nan, rounded);
+}
+
+HWY_INLINE void store_floats(Vec v, float* to) { hn::StoreU(v, kFloats, to); }
+HWY_INLINE void store_floats(Vec v, Bf16* to) {
+  const hn::Rebind<std::uint16_t, FloatTag> halves;
+  const hn::RebindToSigned<FloatTag> words;
+  // The values fit 16 bits, so the saturating conversion is exact.
+  hn::StoreU(hn::DemoteTo(halves, hn::BitCast(words, bf16_bits(v))), halves, &to->bits);
+}
+HWY_INLINE void store_floats(Vec v, Fp16* to) {
+  const hn::Rebind<hwy::float16_t, FloatTag> halves;
+  hn::StoreU(hn::DemoteTo(halves, v), halves, reinterpret_cast<hwy::float16_t*>(to));
+}
+
+// `count` elements from `from` to floats at `to`; reads and writes nothing beyond them.
+template <typename T>
+HWY_INLINE void convert_row(const T* HWY_RESTRICT from, std::int64_t count, float* HWY_RESTRICT to) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) hn::StoreU(load_floats(from + i), kFloats, to + i);
+  if (i < count) {
+    T padded[kLanes] = {};
+    float floats[kLanes];
+    std::memcpy(padded, from + i, static_cast<std::size_t>(count - i) * sizeof(T));
+    hn::StoreU(load_floats(padded), kFloats, floats);
+    std::memcpy(to + i, floats, static_cast<std::size_t>(count - i) * sizeof(float));
+  }
+}
+
+// to[i] = from[i] * factor, rounded to T.
+template <typename T>
+HWY_INLINE void store_row(const float* HWY_RESTRICT from, float factor, std::int64_t count, T* HWY_RESTRICT to) {
+  const Vec factors = hn::Set(kFloats, factor);
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_floats(hn::Mul(hn::LoadU(kFloats, from + i), factors), to + i);
+  if (i < count) {
+    float padded[kLanes] = {};
+    T converted[kLanes];
+    std::memcpy(padded, from + i, static_cast<std::size_t>(count - i) * sizeof(float));
+    store_floats(hn::Mul(hn::LoadU(kFloats, padded), factors), converted);
+    std::memcpy(to + i, converted, static_cast<std::size_t>(count - i) * sizeof(T));
+  }
+}
+
+HWY_INLINE void fill_floats(float* to, std::int64_t count, float value) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = value;
+}
+
+// v * 2^n for integral n where x, whose exponential it is to be, is at least ln(2^-126); 0 below. Denormal
+// results would cost hundreds of cycles each, and hidden scores, e^-inf, are many.
+HWY_INLINE Vec scale_unless_tiny(Vec v, Vec n, Vec x) {
+  const Vec tiniest = hn::Set(kFloats, -87.33654f);
+#if HWY_TARGET == HWY_AVX3
+  return Vec{_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.raw, tiniest.raw, _CMP_NLT_UQ), v.raw, n.raw)};
+#else
+  const hn::RebindToSigned<FloatTag> words;
+  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(words, n));
+  const Vec scaled = hn::BitCast(kFloats, hn::Add(hn::BitCast(words, v), exponent));
+  return hn::IfThenZeroElse(hn::Lt(x, tiniest), scaled);
+#endif
+}
+
+// e^x for x up to 88: within 1 ulp of the exact value with kDegree 6; within 2^-21 of it with kDegree 5,
+// for what is rounded to a 16-bit float next (its sums, and so lse, are not). Results below 2^-126 are 0, so e^-inf is
+// 0, and NaN stays NaN. Reduction by Cody and Waite (1980); the polynomials interpolate (e^r - 1 - r) / r^2 at the
+// Chebyshev nodes of |r| <= ln(2) / 2.
+template <int kDegree>
+HWY_INLINE Vec exponential(Vec x) {
+  static_assert(kDegree == 5 || kDegree == 6);
+  const Vec n = hn::Round(hn::Mul(x, hn::Set(kFloats, 1.44269504f)));
+  const Vec one = hn::Set(kFloats, 1.0f);
+  Vec r, p;
+  if constexpr (kDegree == 6) {
+    r = hn::NegMulAdd(n, hn::Set(kFloats, 0.693359375f), x);
+    r = hn::NegMulAdd(n, hn::Set(kFloats, -2.12194440e-4f), r);
+    p = hn::MulAdd(hn::Set(kFloats, 0.00139262134663f), r, hn::Set(kFloats, 0.00836320297158f));
+    p = hn::MulAdd(p, r, hn::Set(kFloats, 0.0416665544377f));
+    p = hn::MulAdd(p, r, hn::Set(kFloats, 0.16666576846f));
+    p = hn::MulAdd(p, r, hn::Set(kFloats, 0.5f));
+  } else {
+    r = hn::NegMulAdd(n, hn::Set(kFloats, 0.693147181f), x);
+    p = hn::MulAdd(hn::Set(kFloats, 0.00835722405612f), r, hn::Set(kFloats, 0.0418339715718f));
+    p = hn::MulAdd(p, r, hn::Set(kFloats, 0.166666307534f));
+    p = hn::MulAdd(p, r, hn::Set(kFloats, 0.499997484871f));
+  }
+  p = hn::MulAdd(hn::MulAdd(p, r, one), r, one);
+  return scale_unless_tiny(p, n, x);
+}
+
+// Rational minimax approximation of tanh below 0.625 (S. Moshier, Cephes, 1989), beyond it by e^2x.
+HWY_INLINE Vec hyperbolic_tangent(Vec x) {
+  const Vec one = hn::Set(kFloats, 1.0f);
+  const Vec magnitude = hn::Abs(x);
+  const Vec square = hn::Mul(x, x);
+  Vec p = hn::MulAdd(hn::Set(kFloats, -5.70498872745e-3f), square, hn::Set(kFloats, 2.06390887954e-2f));
+  p = hn::MulAdd(p, square, hn::Set(kFloats, -5.37397155531e-2f));
+  p = hn::MulAdd(p, square, hn::Set(kFloats, 1.33314422036e-1f));
+  p = hn::MulAdd(p, square, hn::Set(kFloats, -3.33332819422e-1f));
+  const Vec small = hn::MulAdd(hn::Mul(p, square), x, x);
+  // 1 - 2 / (e^2|x| + 1); beyond 10 it is 1 in single precision.
+  const Vec doubled = hn::Min(hn::Set(kFloats, 20.0f), hn::Add(magnitude, magnitude));
+  const Vec grown = exponential<6>(doubled);
+  const Vec large = hn::Sub(one, hn::Div(hn::Set(kFloats, 2.0f), hn::Add(grown, one)));
+  return hn::IfThenElse(hn::Lt(magnitude, hn::Set(kFloats, 0.625f)), small, hn::CopySign(large, x));
+}
+
+// Lanes whose bits are set in the lowest kLanes bits of `bits`.
+HWY_INLINE Mask mask_from_bits(std::uint64_t bits) {
+  const auto low = static_cast<std::uint16_t>(bits);
+  std::uint8_t bytes[8] = {};  // LoadMaskBits may read up to eight
+  std::memcpy(bytes, &low, sizeof low);
+  return hn::LoadMaskBits(kFloats, bytes);
+}
+
+}  // namespace
+}  // namespace flash_dmattn::internal::cpu

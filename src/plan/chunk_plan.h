@@ -1,0 +1,82 @@
+// The plan of a chunk: which keys a few hundred neighbouring query rows see. Everything that hides keys
+// (mask, causal rule, lengths) becomes one list of keys that some row of the chunk sees, and per row
+// either a prefix of that list or a bitmap over it. Kernels know nothing else about masks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "api/problem.h"
+#include "plan/bits.h"
+
+namespace flash_dmattn::internal {
+
+// Keys are classified, skipped and masked in tiles of one bitmap word.
+constexpr int kKeyTile = kWordBits;
+
+enum class TileClass : std::uint8_t { kEmpty, kPartial, kFull };
+
+struct ChunkPlan {
+  std::int64_t row_begin = 0;
+  int rows = 0;      // rows of the chunk
+  int row_tile = 1;  // rows of a tile; the last tile may be shorter
+
+  // Listed keys in ascending order: keys[i], or key_begin + i when `keys` is null (a range: nothing is
+  // gathered). Each is visible to at least one row.
+  std::int64_t key_begin = 0;
+  std::int32_t key_count = 0;
+  const std::int32_t* keys = nullptr;
+
+  // Row r sees the first prefix[r] listed keys; or, when `bits` is set, those whose bits are set.
+  const std::int32_t* prefix = nullptr;
+  const std::uint64_t* bits = nullptr;
+  std::int64_t bits_pitch = 0;  // words from row to row
+
+  const TileClass* classes = nullptr;  // (row tiles, key tiles)
+
+  int row_tiles() const { return (rows + row_tile - 1) / row_tile; }
+  int key_tiles() const { return static_cast<int>(words_for(key_count)); }
+  std::int64_t key(std::int64_t listed) const { return keys != nullptr ? keys[listed] : key_begin + listed; }
+  TileClass tile_class(int row_tile_index, int key_tile) const {
+    return classes[static_cast<std::int64_t>(row_tile_index) * key_tiles() + key_tile];
+  }
+  // Which of the tile's keys row r sees.
+  std::uint64_t visible(int row, int key_tile) const {
+    if (bits != nullptr) return bits[row * bits_pitch + key_tile];
+    return low_bits(prefix[row] - static_cast<std::int64_t>(key_tile) * kKeyTile);
+  }
+};
+
+// Number of visible scores of the chunk, for one head.
+std::int64_t count_visible(const ChunkPlan&);
+
+// Makes plans of one problem in scratch memory of its own; one planner per worker.
+class ChunkPlanner {
+ public:
+  // Bytes of scratch for chunks of up to `chunk_rows` rows: O(chunk_rows * Sk / 8).
+  static std::size_t scratch_bytes(const AttentionProblem&, int chunk_rows, int row_tile);
+
+  ChunkPlanner(const AttentionProblem&, int chunk_rows, int row_tile, void* scratch);
+
+  // The plan of rows [row_begin, row_begin + rows) of query head `head`; valid until the next call.
+  const ChunkPlan& plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows);
+
+ private:
+  std::int64_t causal_limit(std::int64_t row) const;  // keys [0, limit) are allowed by length and causal rule
+  void plan_prefixes(const std::uint8_t* mask);       // no mask, or one that hides whole rows
+  void plan_key_list(const std::uint8_t* mask);       // a mask that is the same for every row
+  void plan_bitmap(const std::uint8_t* mask);
+  void list_keys(const std::uint64_t* seen, std::int64_t words);
+  void classify();
+
+  const AttentionProblem& problem_;
+  std::int64_t key_limit_ = 0;  // keys that exist for the chunk's batch element
+  ChunkPlan plan_;
+  std::int32_t* prefix_;
+  std::int32_t* keys_;
+  std::uint64_t* union_;
+  std::uint64_t* bits_;
+  TileClass* classes_;
+};
+
+}  // namespace flash_dmattn::internal

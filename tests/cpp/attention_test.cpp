@@ -1,0 +1,324 @@
+// The kernels of every dtype against the fp64 path on the same numbers. tests/python holds them to the full
+// numerical bar; these tests find what is wrong, out of bounds or never written.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "attention_testing.h"
+#include "flash_dmattn/info.h"
+
+namespace flash_dmattn {
+namespace {
+
+using testing::Call;
+using testing::SerialExecutor;
+using testing::Tensor;
+using testing::Variant;
+
+// Root mean square error, relative to that of the values; any single error may be this much larger.
+double tolerance(DType dtype) { return dtype == DType::kFloat32 ? 2e-6 : dtype == DType::kFloat16 ? 2e-3 : 1.2e-2; }
+constexpr double kWorstFactor = 20;
+// Below this size values are what cancellation left, and relative errors mean nothing. A bias's gradient is
+// a sum over as many scores as it has fewer elements than there are scores; most of it cancels.
+constexpr double kTypicalSize = 0.01;
+constexpr double kTypicalSummand = 0.3;
+
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance, const std::string& name,
+                  double typical_size = kTypicalSize) {
+  ASSERT_EQ(got.shape(), expected.shape()) << name;
+  double error = 0, size = 0, worst = 0;
+  for (std::size_t i = 0; i < got.count(); ++i) {
+    const double left = got.get(i), right = expected.get(i);
+    if (!std::isfinite(right)) {
+      ASSERT_TRUE(std::isnan(right) ? std::isnan(left) : left == right) << name << "[" << i << "] " << left;
+      continue;
+    }
+    ASSERT_TRUE(std::isfinite(left)) << name << "[" << i << "] is " << left << ", not " << right;
+    error += (left - right) * (left - right);
+    size += right * right;
+    worst = std::max(worst, std::fabs(left - right));
+  }
+  if (got.count() == 0) return;
+  const auto count = static_cast<double>(got.count());
+  const double allowed = tolerance * (std::sqrt(size / count) + typical_size);
+  EXPECT_LE(std::sqrt(error / count), allowed) << name;
+  EXPECT_LE(worst, kWorstFactor * allowed) << name;
+}
+
+// The same call in fp64.
+Call reference_of(const Call& call) {
+  Call reference = call.in_float64();
+  reference.run();
+  return reference;
+}
+
+double typical_size_of_dbias(const Call& call) {
+  const double scores = static_cast<double>(call.lse.count()) * static_cast<double>(call.key.shape()[1]);
+  return kTypicalSummand * std::sqrt(scores / static_cast<double>(std::max<std::size_t>(call.bias.count(), 1)));
+}
+
+void expect_results_close(const Call& got, const Call& expected) {
+  const auto left = got.results(), right = expected.results();
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    // lse is float32 and never goes through the dtype of the products.
+    const auto& [name, tensor] = left[i];
+    expect_close(*tensor, *right[i].second, tolerance(name == "lse" ? DType::kFloat32 : got.query.dtype()), name,
+                 name == "dbias" ? typical_size_of_dbias(got) : kTypicalSize);
+  }
+}
+
+struct DTypeVariant {
+  DType dtype;
+  Variant variant;
+};
+
+void PrintTo(const DTypeVariant& parameter, std::ostream* os) {
+  *os << name_of(parameter.dtype) << " " << parameter.variant.name;
+}
+
+std::vector<DTypeVariant> for_every_dtype(const std::vector<Variant>& variants) {
+  std::vector<DTypeVariant> list;
+  for (const Variant& variant : variants) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) list.push_back({dtype, variant});
+  }
+  return list;
+}
+
+// B, Sq, Sk, H, Hkv, D: odd on purpose, and around the sizes at which kernels cut.
+const std::vector<Variant> kVariants = {
+    {.name = "dense", .shape = {2, 33, 65, 4, 2, 32}},
+    {.name = "one_by_one", .shape = {1, 1, 1, 1, 1, 1}},
+    {.name = "decode", .shape = {3, 1, 131, 4, 1, 64}, .seqlens = {131, 64, 1}, .is_causal = true},
+    {.name = "head_dim_1", .shape = {1, 17, 31, 2, 2, 1}, .is_causal = true},
+    {.name = "head_dim_40", .shape = {1, 65, 64, 2, 1, 40}, .bias = {1, 2, 1, 64}, .is_causal = true},
+    {.name = "head_dim_97", .shape = {1, 20, 40, 2, 1, 97}, .bias = {20, 40}},
+    {.name = "head_dim_256", .shape = {1, 31, 70, 1, 1, 256}, .mask = {31, 70}},
+    {.name = "causal_square", .shape = {1, 129, 129, 2, 1, 16}, .is_causal = true},
+    {.name = "causal_more_keys", .shape = {1, 33, 300, 2, 1, 16}, .is_causal = true},
+    {.name = "causal_more_rows", .shape = {1, 300, 33, 2, 1, 16}, .is_causal = true},
+    {.name = "full_mask", .shape = {2, 70, 90, 4, 2, 24}, .mask = {2, 4, 70, 90}, .bias = {2, 4, 70, 90}},
+    {.name = "mask_of_key_heads", .shape = {2, 70, 90, 4, 2, 24}, .mask = {2, 2, 70, 90}, .bias = {1, 2, 70, 90}},
+    {.name = "sparse_mask", .shape = {1, 200, 300, 2, 1, 16}, .mask = {200, 300}, .density = 0.004},
+    {.name = "mask_per_row", .shape = {2, 70, 90, 2, 2, 24}, .mask = {2, 1, 70, 1}, .bias = {2, 2, 70, 1}},
+    {.name = "few_keys", .shape = {2, 70, 500, 4, 2, 16}, .mask = {2, 2, 500}, .bias = {2, 2, 500}, .density = 0.05},
+    {.name = "bias_for_all", .shape = {2, 40, 50, 2, 1, 16}, .bias = {1, 1, 1, 1}, .is_causal = true},
+    {.name = "bias_over_batch", .shape = {3, 40, 50, 2, 1, 16}, .bias = {1, 2, 40, 50}},
+    {.name = "float_bias", .shape = {2, 40, 50, 2, 1, 16}, .bias = {2, 1, 1, 50}, .float_bias = true},
+    {.name = "lengths", .shape = {3, 40, 100, 2, 1, 16}, .bias = {1, 1, 100}, .seqlens = {1, 0, 77}, .is_causal = true},
+    {.name = "softcap", .shape = {1, 40, 50, 2, 1, 16}, .bias = {1, 2, 40, 50}, .softcap = 2.5},
+    {.name = "nothing_visible", .shape = {1, 40, 50, 2, 1, 16}, .mask = {40, 50}, .bias = {40, 50}, .density = 0},
+    {.name = "no_keys", .shape = {2, 5, 0, 2, 1, 16}, .bias = {1, 1, 1, 1}},
+    {.name = "no_rows", .shape = {2, 0, 5, 2, 1, 16}, .bias = {1, 1, 1, 5}},
+    {.name = "no_batch", .shape = {0, 4, 5, 2, 1, 16}, .bias = {1, 2, 4, 5}},
+    {.name = "no_heads", .shape = {2, 4, 5, 0, 1, 16}, .bias = {1, 1, 4, 5}},
+    {.name = "many_chunks",
+     .shape = {1, 650, 700, 2, 1, 16},
+     .mask = {1, 1, 650, 700},
+     .bias = {1, 2, 1, 700},
+     .is_causal = true,
+     .density = 0.01},
+};
+
+class Attention : public ::testing::TestWithParam<DTypeVariant> {
+ protected:
+  Call call_ = Call(GetParam().variant, GetParam().dtype);
+};
+
+TEST_P(Attention, AgreesWithFloat64) {
+  call_.run();
+  expect_results_close(call_, reference_of(call_));
+}
+
+TEST_P(Attention, UnseenNaNTouchesNothing) {
+  if (call_.query.count() > 0) testing::poison_unseen(&call_);
+  call_.run();
+  expect_results_close(call_, reference_of(call_));
+}
+
+TEST_P(Attention, DeterministicRunsHaveTheSameBits) {
+  call_.options.deterministic = true;
+  call_.run();
+  for (const int workers : {1, 2, 5}) {
+    Call again = call_;
+    again.make_results();
+    SerialExecutor executor(workers);
+    again.run({.executor = &executor});
+    testing::expect_same_bytes(call_, again);
+  }
+}
+
+TEST_P(Attention, CountsItsWork) {
+  AttentionCounters low, high;
+  call_.run({.counters = &low});
+  Call reference = call_.in_float64();
+  reference.run({.counters = &high});
+  EXPECT_EQ(low.scores_kept, high.scores_kept);
+  EXPECT_GE(low.scores_computed, low.scores_kept);
+  EXPECT_LE(low.tiles_partial, low.tiles_visited);
+  EXPECT_GE(low.tiles_skipped, 0);
+  EXPECT_EQ(low.tiles_visited > 0, low.scores_kept > 0);
+}
+
+// Scratch memory of exactly the size asked for, on a boundary of 64 and no more, full of NaN.
+class GuardedWorkspace {
+ public:
+  explicit GuardedWorkspace(std::size_t bytes)
+      : bytes_(bytes),
+        memory_(static_cast<std::byte*>(::operator new(kGuard + bytes + kGuard, std::align_val_t{128}))) {
+    std::fill_n(memory_, kGuard + bytes + kGuard, std::byte{0xff});
+  }
+  ~GuardedWorkspace() {
+    for (std::size_t i = 0; i < kGuard; ++i) {
+      EXPECT_EQ(memory_[i], std::byte{0xff}) << "written " << kGuard - i << " bytes before the workspace";
+      EXPECT_EQ(memory_[kGuard + bytes_ + i], std::byte{0xff}) << "written " << i << " bytes past the workspace";
+    }
+    ::operator delete(memory_, std::align_val_t{128});
+  }
+  GuardedWorkspace(const GuardedWorkspace&) = delete;
+  GuardedWorkspace& operator=(const GuardedWorkspace&) = delete;
+
+  void* get() const { return memory_ + kGuard; }
+
+ private:
+  static constexpr std::size_t kGuard = 64;
+  std::size_t bytes_;
+  std::byte* memory_;
+};
+
+TEST_P(Attention, NeedsTheWorkspaceItAsksFor) {
+  SerialExecutor executor(3);
+  const AttentionContext context{.executor = &executor};
+  std::size_t bytes = 0;
+  ASSERT_TRUE(attention_forward_workspace(call_.inputs(), call_.options, context, &bytes).ok());
+  {
+    const GuardedWorkspace workspace(bytes);
+    const Status status =
+        attention_forward(call_.inputs(), call_.options, call_.outputs(), workspace.get(), bytes, context);
+    ASSERT_EQ(status.message(), "ok");
+  }
+  ASSERT_TRUE(attention_backward_workspace(call_.inputs(), call_.cotangents(), call_.options, call_.gradients(),
+                                           context, &bytes)
+                  .ok());
+  {
+    const GuardedWorkspace workspace(bytes);
+    const Status status = attention_backward(call_.inputs(), call_.cotangents(), call_.options, call_.gradients(),
+                                             workspace.get(), bytes, context);
+    ASSERT_EQ(status.message(), "ok");
+  }
+  expect_results_close(call_, reference_of(call_));
+}
+
+TEST_P(Attention, ComputesOnlyTheGradientsAskedFor) {
+  const Call reference = reference_of(call_);
+  ASSERT_TRUE(attention_forward(call_.inputs(), call_.options, call_.outputs()).ok());
+  TensorView AttentionGradients::*const members[] = {&AttentionGradients::dquery, &AttentionGradients::dkey,
+                                                     &AttentionGradients::dvalue, &AttentionGradients::dbias};
+  const auto expected = reference.results();
+  for (std::size_t only = 0; only + 2 < expected.size(); ++only) {
+    Call alone = call_;
+    AttentionGradients gradients;
+    gradients.*members[only] = alone.gradients().*members[only];
+    ASSERT_TRUE(attention_backward(alone.inputs(), alone.cotangents(), alone.options, gradients).ok());
+    const auto results = alone.results();
+    for (std::size_t i = 0; i + 2 < expected.size(); ++i) {
+      const auto& [name, tensor] = results[i + 2];
+      if (i == only) {
+        expect_close(*tensor, *expected[i + 2].second, tolerance(alone.query.dtype()), name + " alone",
+                     name == "dbias" ? typical_size_of_dbias(alone) : kTypicalSize);
+      } else {
+        EXPECT_EQ(tensor->bytes(), call_.results()[i + 2].second->bytes()) << name << " was not asked for";
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Variants, Attention, ::testing::ValuesIn(for_every_dtype(kVariants)),
+                         [](const ::testing::TestParamInfo<DTypeVariant>& info) {
+                           return info.param.variant.name + "_" + name_of(info.param.dtype);
+                         });
+
+TEST(AttentionWorkspace, TooLittleOrUnalignedIsRefused) {
+  Call call({.name = "workspace", .shape = {1, 33, 65, 2, 1, 32}}, DType::kFloat32);
+  std::size_t bytes = 0;
+  ASSERT_TRUE(attention_forward_workspace(call.inputs(), call.options, {}, &bytes).ok());
+  ASSERT_GT(bytes, 0u);
+  std::vector<std::byte> memory(bytes + 128);
+  auto* aligned = memory.data() + (64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64);
+  const auto run = [&](void* workspace, std::size_t size) {
+    return attention_forward(call.inputs(), call.options, call.outputs(), workspace, size).argument();
+  };
+  EXPECT_EQ(run(aligned, bytes - 1), "workspace");
+  EXPECT_EQ(run(aligned + 1, bytes), "workspace");
+  EXPECT_EQ(run(nullptr, bytes), "workspace");
+  EXPECT_EQ(run(aligned, bytes), "");
+}
+
+TEST(AttentionWorkspace, GrowsWithLengthsNotWithTheirProduct) {
+  const auto bytes_of = [](std::int64_t length) {
+    const Call call({.name = "long", .shape = {1, 1, 1, 2, 1, 32}}, DType::kFloat32);
+    AttentionInputs inputs = call.inputs();  // never read: only the sizes count
+    for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->shape[1] = length;
+    inputs.mask = contiguous_view(call.query.view().data, DType::kBool, length, length);
+    std::size_t bytes = 0;
+    SerialExecutor executor(2);
+    EXPECT_TRUE(attention_forward_workspace(inputs, call.options, {.executor = &executor}, &bytes).ok());
+    return bytes;
+  };
+  EXPECT_LE(bytes_of(1 << 17), 2 * bytes_of(1 << 16) + 4096);
+}
+
+TEST(Attention, ReadsAnyStridesAndAlignments) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const Variant variant{
+        .name = "strides", .shape = {2, 20, 70, 4, 2, 24}, .mask = {2, 4, 20, 70}, .bias = {2, 4, 20, 70}};
+    Call plain(variant, dtype);
+    plain.run();
+    // Every input again as (heads, batch, sequence, D or keys) with a row pitch of three more and one element of
+    // offset.
+    std::vector<Tensor> storage;
+    storage.reserve(6);
+    const auto moved = [&](const Tensor& tensor) {
+      const auto& s = tensor.shape();
+      const std::int64_t pitch = s[3] + 3;
+      storage.emplace_back(tensor.dtype(), std::vector<std::int64_t>{1 + s[0] * s[1] * s[2] * pitch});
+      TensorView view = tensor.view();
+      view.data = static_cast<std::byte*>(storage.back().view().data) + size_of(tensor.dtype());
+      view.strides = {s[1] * pitch, pitch, s[0] * s[1] * pitch, 1};
+      for (std::int64_t i = 0; i < static_cast<std::int64_t>(tensor.count()); ++i) {
+        const std::int64_t at[] = {i / (s[1] * s[2] * s[3]), i / (s[2] * s[3]) % s[1], i / s[3] % s[2], i % s[3]};
+        std::int64_t offset = 1;
+        for (std::size_t dim = 0; dim < 4; ++dim) offset += at[dim] * view.strides[dim];
+        storage.back().set(static_cast<std::size_t>(offset), tensor.get(static_cast<std::size_t>(i)));
+      }
+      return view;
+    };
+    Call call = plain;
+    call.make_results();
+    const AttentionInputs inputs = {moved(call.query), moved(call.key),  moved(call.value),
+                                    moved(call.mask),  moved(call.bias), {}};
+    ASSERT_EQ(attention_forward(inputs, call.options, call.outputs()).message(), "ok");
+    AttentionCotangents cotangents = call.cotangents();
+    cotangents.dout = moved(call.dout);
+    ASSERT_EQ(attention_backward(inputs, cotangents, call.options, call.gradients()).message(), "ok");
+    testing::expect_same_bytes(plain, call);
+  }
+}
+
+TEST(Attention, ReportsWhatIsWrongBeforeTouchingMemory) {
+  Call call({.name = "wrong"}, DType::kFloat32);
+  AttentionInputs inputs = call.inputs();
+  inputs.key.shape[3] = 2;
+  const Call untouched = call;
+  EXPECT_EQ(attention_forward(inputs, call.options, call.outputs()).argument(), "key");
+  EXPECT_EQ(attention_backward(inputs, call.cotangents(), call.options, call.gradients()).argument(), "key");
+  testing::expect_same_bytes(call, untouched);
+}
+
+}  // namespace
+}  // namespace flash_dmattn

@@ -1,0 +1,163 @@
+// Random views and options through the validation: it must come back, and what it accepts must be sound.
+// Entry point of libFuzzer; validate_test feeds the same function with pseudo-random bytes.
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <limits>
+
+#include "api/validate.h"
+
+namespace flash_dmattn::internal {
+namespace {
+
+// Turns the input into decisions; past its end everything is 0.
+class Decisions {
+ public:
+  Decisions(const std::uint8_t* data, std::size_t size) : data_(data), size_(size) {}
+
+  std::uint8_t byte() { return position_ < size_ ? data_[position_++] : 0; }
+  bool rarely() { return byte() % 32 == 1; }
+  template <typename T>
+  T raw() {
+    T value{};
+    const std::size_t count = std::min(sizeof(T), size_ - position_);
+    if (count > 0) std::memcpy(&value, data_ + position_, count);
+    position_ += count;
+    return value;
+  }
+
+ private:
+  const std::uint8_t* data_;
+  std::size_t size_, position_ = 0;
+};
+
+std::int64_t any_size(Decisions& decisions) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+  constexpr std::int64_t kSizes[] = {0,        1,    2,        3, 4, 8, 40, 256, 257, -1, std::int64_t{1} << 31,
+                                     kMax / 2, kMax, -kMax - 1};
+  const std::uint8_t choice = decisions.byte() % (std::size(kSizes) + 1);
+  return choice < std::size(kSizes) ? kSizes[choice] : decisions.raw<std::int64_t>();
+}
+
+struct FuzzSizes {
+  std::int64_t batch, rows, keys, heads, key_heads, head_dim;
+};
+
+// Mostly a view of the wanted shape, with something broken now and then. Its memory is never touched.
+TensorView view(Decisions& decisions, DType dtype, int rank, std::array<std::int64_t, 4> shape) {
+  TensorView result;
+  result.data = reinterpret_cast<void*>(std::uintptr_t{4096});
+  result.dtype = dtype;
+  result.rank = rank;
+  result.shape = shape;
+  std::uint64_t stride = 1;  // wraps around where the product overflows
+  for (int dim = rank - 1; dim >= 0; --dim) {
+    if (decisions.rarely()) result.shape[dim] = any_size(decisions);
+    result.strides[dim] = decisions.rarely() ? any_size(decisions) : static_cast<std::int64_t>(stride);
+    stride *= static_cast<std::uint64_t>(result.shape[dim]);
+  }
+  if (decisions.rarely()) result.rank = decisions.raw<int>();
+  if (decisions.rarely()) result.dtype = static_cast<DType>(decisions.byte());
+  if (decisions.rarely()) result.data = reinterpret_cast<void*>(std::uintptr_t{decisions.byte()});
+  return result;
+}
+
+// A mask or a bias in one of its forms, or none.
+TensorView broadcast_view(Decisions& decisions, DType dtype, const FuzzSizes& s) {
+  const auto one_or = [&](std::int64_t full) { return decisions.byte() % 2 ? 1 : full; };
+  const std::int64_t heads = decisions.byte() % 2 ? s.heads : s.key_heads;
+  switch (decisions.byte() % 4) {
+    case 0:
+      return {};
+    case 1:
+      return view(decisions, dtype, 2, {one_or(s.rows), one_or(s.keys)});
+    case 2:
+      return view(decisions, dtype, 3, {one_or(s.batch), one_or(heads), one_or(s.keys)});
+    default:
+      return view(decisions, dtype, 4, {one_or(s.batch), one_or(heads), one_or(s.rows), one_or(s.keys)});
+  }
+}
+
+TensorView maybe(Decisions& decisions, const TensorView& tensor) {
+  return decisions.byte() % 2 ? tensor : TensorView{};
+}
+
+void require(bool condition) {
+  if (!condition) std::abort();
+}
+
+void require_sound(const BroadcastView& view, const AttentionProblem& p) {
+  require(view.head_divisor > 0);
+  require(p.heads == 0 || (p.heads - 1) / view.head_divisor < view.heads || view.heads == 0);
+  require(view.rows == 1 || view.rows == p.rows);
+  require(view.keys == 1 || view.keys == p.keys);
+  require(view.rows != 1 || view.row_stride == 0);
+  require(view.keys != 1 || view.key_stride == 0);
+}
+
+void require_sound(const Status& status, const AttentionProblem& p) {
+  if (!status.ok()) {
+    require(!status.argument().empty() && !status.rule().empty() && !status.values().empty());
+    return;
+  }
+  require(p.batch >= 0 && p.rows >= 0 && p.keys >= 0 && p.heads >= 0 && p.key_heads >= 0);
+  require(p.head_dim >= 1 && p.head_dim <= 256);
+  require(p.key_heads == 0 ? p.heads == 0 : p.heads % p.key_heads == 0);
+  std::int64_t scores = 0;  // does not overflow, zeros or not
+  require(!__builtin_mul_overflow(p.batch * p.heads, p.rows * p.keys, &scores));
+  if (p.mask.defined()) require_sound(p.mask, p);
+  if (p.bias.defined()) require_sound(p.bias, p);
+}
+
+}  // namespace
+}  // namespace flash_dmattn::internal
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace flash_dmattn;
+  using namespace flash_dmattn::internal;
+  Decisions decisions(data, size);
+  const auto small = [&] { return static_cast<std::int64_t>(decisions.byte() % 4); };
+  const auto size_or_any = [&](std::int64_t usual) { return decisions.rarely() ? any_size(decisions) : usual; };
+  FuzzSizes s{};
+  s.batch = size_or_any(small());
+  s.rows = size_or_any(small() * 17);
+  s.keys = size_or_any(small() * 31);
+  s.key_heads = size_or_any(small());
+  s.heads = decisions.rarely() ? any_size(decisions) : (s.key_heads % 1024) * small();
+  s.head_dim = size_or_any(1 + small() * 63);
+  constexpr DType kDTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+  const DType dtype = kDTypes[decisions.byte() % 4];
+  const DType bias_dtype = decisions.byte() % 2 ? dtype : DType::kFloat32;
+  const DType lse_dtype = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
+
+  const auto query_like = [&] { return view(decisions, dtype, 4, {s.batch, s.rows, s.heads, s.head_dim}); };
+  const auto key_like = [&] { return view(decisions, dtype, 4, {s.batch, s.keys, s.key_heads, s.head_dim}); };
+  const auto lse_like = [&] { return view(decisions, lse_dtype, 3, {s.batch, s.heads, s.rows}); };
+
+  AttentionInputs inputs{query_like(), key_like(), key_like(), {}, {}, {}};
+  inputs.mask = broadcast_view(decisions, DType::kBool, s);
+  inputs.bias = broadcast_view(decisions, bias_dtype, s);
+  inputs.seqlens_k = maybe(decisions, view(decisions, DType::kInt32, 1, {s.batch}));
+  AttentionOptions options;
+  if (decisions.byte() % 2) options.scale = decisions.rarely() ? decisions.raw<double>() : 0.5;
+  options.softcap = decisions.rarely() ? decisions.raw<double>() : 0.0;
+  options.is_causal = decisions.byte() % 2;
+
+  ForwardProblem forward;
+  const AttentionOutputs outputs{query_like(), lse_like()};
+  require_sound(make_forward_problem(inputs, options, outputs, &forward), forward);
+
+  const AttentionCotangents cotangents{query_like(), lse_like(), query_like(), maybe(decisions, lse_like())};
+  AttentionGradients gradients{
+      maybe(decisions, query_like()), maybe(decisions, key_like()), maybe(decisions, key_like()), {}};
+  if (inputs.bias.rank >= 0 && inputs.bias.rank <= TensorView::kMaxRank && decisions.byte() % 2) {
+    gradients.dbias = view(decisions, inputs.bias.dtype, inputs.bias.rank, inputs.bias.shape);
+  }
+  BackwardProblem backward;
+  require_sound(make_backward_problem(inputs, cotangents, options, gradients, &backward), backward);
+  return 0;
+}

@@ -1,0 +1,211 @@
+// Plans and bitmaps against the rules written out key by key.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "cpu/schedule.h"
+#include "plan/bits.h"
+#include "plan/chunk_plan.h"
+
+namespace flash_dmattn::internal {
+namespace {
+
+using Rng = std::mt19937;
+
+std::vector<std::uint8_t> random_bools(Rng& rng, std::size_t count, int percent) {
+  std::vector<std::uint8_t> bools(count);
+  // Any nonzero byte counts as true.
+  for (auto& value : bools) value = rng() % 100 < static_cast<unsigned>(percent) ? (rng() % 2 ? 1 : 0x80) : 0;
+  return bools;
+}
+
+bool bit(const std::vector<std::uint64_t>& words, std::int64_t position) {
+  return (words[static_cast<std::size_t>(position / 64)] >> (position % 64)) & 1;
+}
+
+TEST(Bits, PacksBoolsOfAnyStrideAndCount) {
+  Rng rng(1);
+  for (const int stride : {1, 3}) {
+    for (const int count : {0, 1, 7, 63, 64, 65, 200}) {
+      const auto bools = random_bools(rng, static_cast<std::size_t>(count * stride + 1), 40);
+      std::vector<std::uint64_t> words(static_cast<std::size_t>(words_for(count)), ~std::uint64_t{0});
+      pack_bools(bools.data(), stride, count, words.data());
+      for (int i = 0; i < static_cast<int>(words.size()) * 64; ++i) {
+        EXPECT_EQ(bit(words, i), i < count && bools[static_cast<std::size_t>(i * stride)] != 0) << i;
+      }
+    }
+  }
+}
+
+TEST(Bits, CompactsAndListsWhatIsKept) {
+  Rng rng(2);
+  for (const int percent : {0, 3, 50, 97, 100}) {
+    constexpr int kCount = 500;
+    const auto keep = random_bools(rng, kCount, percent), values = random_bools(rng, kCount, 50);
+    std::vector<std::uint64_t> keep_words(words_for(kCount)), words(words_for(kCount));
+    pack_bools(keep.data(), 1, kCount, keep_words.data());
+    pack_bools(values.data(), 1, kCount, words.data());
+    std::vector<std::int32_t> expected, listed(kCount);
+    for (int i = 0; i < kCount; ++i) {
+      if (keep[static_cast<std::size_t>(i)] != 0) expected.push_back(1000 + i);
+    }
+    listed.resize(static_cast<std::size_t>(list_bits(keep_words.data(), words_for(kCount), 1000, listed.data())));
+    EXPECT_EQ(listed, expected);
+    compact_bits(keep_words.data(), words_for(kCount), words.data());
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_EQ(bit(words, static_cast<std::int64_t>(i)), values[static_cast<std::size_t>(expected[i] - 1000)] != 0);
+    }
+    // Bits behind the kept ones, in the last word that holds any, are clear.
+    for (std::int64_t i = static_cast<std::int64_t>(expected.size()); i % 64 != 0; ++i) EXPECT_FALSE(bit(words, i));
+  }
+}
+
+// What row i sees of key j, from docs/semantics.md.
+bool sees(const AttentionProblem& problem, std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) {
+  const std::int64_t n = problem.key_count(b);
+  if (j >= n || (problem.is_causal && j > i + n - problem.rows)) return false;
+  if (!problem.mask.defined()) return true;
+  const auto* mask = static_cast<const std::uint8_t*>(problem.mask.data) + problem.mask.offset(b, h);
+  return mask[i * problem.mask.row_stride + j * problem.mask.key_stride] != 0;
+}
+
+void expect_plan_is_right(const AttentionProblem& problem, const ChunkPlan& plan, std::int64_t b, std::int64_t h) {
+  std::vector<int> listed(static_cast<std::size_t>(problem.keys), -1);
+  for (int i = 0; i < plan.key_count; ++i) {
+    ASSERT_TRUE(i == 0 || plan.key(i) > plan.key(i - 1));
+    listed[static_cast<std::size_t>(plan.key(i))] = i;
+  }
+  std::int64_t kept = 0;
+  std::vector<bool> seen(static_cast<std::size_t>(plan.key_count));
+  for (int row = 0; row < plan.rows; ++row) {
+    for (std::int64_t key = 0; key < problem.keys; ++key) {
+      const int at = listed[static_cast<std::size_t>(key)];
+      const bool planned = at >= 0 && ((plan.visible(row, at / 64) >> (at % 64)) & 1);
+      ASSERT_EQ(planned, sees(problem, b, h, plan.row_begin + row, key)) << "row " << row << " key " << key;
+      if (planned) seen[static_cast<std::size_t>(at)] = true;
+      kept += planned;
+    }
+  }
+  for (int i = 0; i < plan.key_count; ++i)
+    EXPECT_TRUE(seen[static_cast<std::size_t>(i)]) << "nobody sees listed key " << i;
+  EXPECT_EQ(count_visible(plan), kept);
+  for (int tile = 0; tile < plan.row_tiles() * plan.key_tiles(); ++tile) {
+    const int row_tile = tile / plan.key_tiles(), key_tile = tile % plan.key_tiles();
+    std::uint64_t any = 0, all = ~std::uint64_t{0};
+    for (int row = row_tile * plan.row_tile; row < std::min((row_tile + 1) * plan.row_tile, plan.rows); ++row) {
+      any |= plan.visible(row, key_tile);
+      all &= plan.visible(row, key_tile);
+    }
+    const TileClass expected = any == 0 ? TileClass::kEmpty : ~all == 0 ? TileClass::kFull : TileClass::kPartial;
+    EXPECT_EQ(plan.tile_class(row_tile, key_tile), expected);
+  }
+}
+
+enum class MaskForm { kNone, kPerKey, kPerRow, kFull, kStrided, kWindow };
+
+class ChunkPlans : public ::testing::TestWithParam<std::tuple<MaskForm, bool, int>> {};
+
+TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
+  const auto [form, causal, percent] = GetParam();
+  Rng rng(3);
+  for (const auto& [rows, keys, seqlen] : std::vector<std::array<int, 3>>{
+           {100, 100, 100}, {33, 300, 257}, {200, 70, 70}, {1, 129, 5}, {64, 64, 0}, {130, 520, 520}}) {
+    AttentionProblem problem;
+    problem.batch = 1;
+    problem.rows = rows;
+    problem.keys = keys;
+    problem.heads = problem.key_heads = 1;
+    problem.is_causal = causal;
+    const std::int32_t seqlens = seqlen;
+    problem.seqlens = &seqlens;
+    const int key_stride = form == MaskForm::kStrided ? 2 : 1;
+    auto bools = random_bools(rng, static_cast<std::size_t>(rows * keys * key_stride), percent);
+    if (form == MaskForm::kWindow) {
+      for (int i = 0; i < rows; ++i) {
+        for (int j = 0; j < keys; ++j) bools[static_cast<std::size_t>(i * keys + j)] = j > i - 20 && j < i + 20;
+      }
+    }
+    if (form != MaskForm::kNone) {
+      problem.mask.data = bools.data();
+      problem.mask.row_stride = form == MaskForm::kPerKey ? 0 : form == MaskForm::kPerRow ? 1 : keys * key_stride;
+      problem.mask.key_stride = form == MaskForm::kPerRow ? 0 : key_stride;
+    }
+    constexpr int kChunkRows = 96, kRowTile = 32;
+    std::vector<std::uint64_t> scratch(ChunkPlanner::scratch_bytes(problem, kChunkRows, kRowTile) / 8);
+    ChunkPlanner planner(problem, kChunkRows, kRowTile, scratch.data());
+    for (int first = 0; first < rows; first += kChunkRows) {
+      const ChunkPlan& plan = planner.plan(0, 0, first, std::min(kChunkRows, rows - first));
+      if (form == MaskForm::kNone || form == MaskForm::kWindow) {
+        EXPECT_EQ(plan.keys, nullptr) << "a range needs no list";
+      }
+      expect_plan_is_right(problem, plan, 0, 0);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Forms, ChunkPlans,
+                         ::testing::Combine(::testing::Values(MaskForm::kNone, MaskForm::kPerKey, MaskForm::kPerRow,
+                                                              MaskForm::kFull, MaskForm::kStrided, MaskForm::kWindow),
+                                            ::testing::Bool(), ::testing::Values(2, 50, 98)));
+
+TEST(Schedules, CoverEveryRowOfEveryHeadOnce) {
+  for (const int rows : {1, 31, 100, 5000}) {
+    for (const int heads : {1, 6}) {
+      AttentionProblem problem;
+      problem.batch = 2;
+      problem.rows = problem.keys = rows;
+      problem.heads = heads;
+      problem.key_heads = heads == 6 ? 3 : 1;
+      const auto schedule = cpu::make_forward_schedule(problem, 4);
+      std::vector<int> covered(static_cast<std::size_t>(2 * problem.key_heads * rows));
+      for (std::int64_t i = 0; i < schedule.units; ++i) {
+        const auto unit = schedule.unit(problem, i);
+        for (std::int64_t head = unit.key_head_begin; head < unit.key_head_end; ++head) {
+          for (std::int64_t row = unit.row_begin; row < unit.row_begin + unit.rows; ++row) {
+            covered[static_cast<std::size_t>((unit.batch * problem.key_heads + head) * rows + row)] += 1;
+          }
+        }
+      }
+      for (const int times : covered) ASSERT_EQ(times, 1);
+    }
+  }
+}
+
+TEST(Schedules, BackwardSplitsCoverEveryChunkOnce) {
+  for (const int chunks : {1, 2, 7, 16, 33}) {
+    for (const int splits : {1, 2, 5, 8}) {
+      cpu::BackwardSchedule schedule;
+      schedule.chunks = chunks;
+      schedule.splits = splits;
+      std::vector<int> covered(static_cast<std::size_t>(chunks));
+      for (int split = 0; split < splits; ++split) {
+        for (std::int64_t step = 0;; ++step) {
+          const std::int64_t chunk = schedule.chunk(split, step);
+          if (chunk < 0) break;
+          covered[static_cast<std::size_t>(chunk)] += 1;
+        }
+      }
+      for (const int times : covered) EXPECT_EQ(times, 1);
+    }
+  }
+}
+
+// Deterministic calls must be cut up alike for any number of workers.
+TEST(Schedules, DeterministicCallsIgnoreTheNumberOfWorkers) {
+  BackwardProblem problem;
+  problem.batch = 1;
+  problem.rows = problem.keys = 3000;
+  problem.heads = problem.key_heads = 2;
+  problem.head_dim = 64;
+  problem.deterministic = true;
+  const auto few = cpu::make_backward_schedule(problem, 1), many = cpu::make_backward_schedule(problem, 64);
+  EXPECT_EQ(few.chunk_rows, many.chunk_rows);
+  EXPECT_EQ(few.splits, many.splits);
+  EXPECT_EQ(cpu::make_forward_schedule(problem, 1).chunk_rows, cpu::make_forward_schedule(problem, 64).chunk_rows);
+}
+
+}  // namespace
+}  // namespace flash_dmattn::internal

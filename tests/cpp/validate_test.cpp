@@ -1,0 +1,274 @@
+#include "api/validate.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);  // fuzz_validate.cpp
+
+namespace flash_dmattn::internal {
+namespace {
+
+constexpr std::int64_t kHuge = std::int64_t{1} << 40;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// Validation touches no tensor memory, so that any address does.
+template <typename... Sizes>
+TensorView tensor(DType dtype, Sizes... sizes) {
+  return contiguous_view(reinterpret_cast<void*>(std::uintptr_t{4096}), dtype, sizes...);
+}
+
+// B 2, Sq 16, Sk 24, H 8, Hkv 2, D 64, with everything that a backward can take.
+struct Call {
+  AttentionInputs inputs;
+  AttentionOptions options;
+  AttentionOutputs outputs;
+  AttentionCotangents cotangents;
+  AttentionGradients gradients;
+
+  explicit Call(DType dtype = DType::kBFloat16, std::int64_t batch = 2, std::int64_t rows = 16, std::int64_t keys = 24,
+                std::int64_t heads = 8, std::int64_t key_heads = 2, std::int64_t head_dim = 64) {
+    const DType lse_dtype = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
+    const TensorView query_like = tensor(dtype, batch, rows, heads, head_dim);
+    const TensorView key_like = tensor(dtype, batch, keys, key_heads, head_dim);
+    const TensorView lse_like = tensor(lse_dtype, batch, heads, rows);
+    inputs = {query_like,
+              key_like,
+              key_like,
+              tensor(DType::kBool, batch, 1, 1, keys),
+              tensor(dtype, 1, heads, rows, 1),
+              tensor(DType::kInt32, batch)};
+    outputs = {query_like, lse_like};
+    cotangents = {query_like, lse_like, query_like, lse_like};
+    gradients = {query_like, key_like, key_like, inputs.bias};
+  }
+
+  Status forward() { return make_forward_problem(inputs, options, outputs, &forward_problem); }
+  Status backward() { return make_backward_problem(inputs, cotangents, options, gradients, &backward_problem); }
+
+  ForwardProblem forward_problem;
+  BackwardProblem backward_problem;
+};
+
+TEST(Validate, AcceptsEveryDtype) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+    Call call(dtype);
+    EXPECT_EQ(call.forward().message(), "ok");
+    EXPECT_EQ(call.backward().message(), "ok");
+    call.inputs.bias.dtype = call.gradients.dbias.dtype = DType::kFloat32;
+    EXPECT_EQ(call.backward().message(), "ok");
+  }
+}
+
+TEST(Validate, FillsTheProblem) {
+  Call call;
+  call.options = {.scale = {}, .softcap = 3.0, .is_causal = true, .deterministic = true};
+  call.inputs.query.strides = {7, 640, 80, 1};
+  call.inputs.seqlens_k.strides[0] = 0;
+  ASSERT_TRUE(call.backward().ok());
+  const BackwardProblem& p = call.backward_problem;
+  EXPECT_EQ(p.dtype, DType::kBFloat16);
+  EXPECT_EQ((std::vector{p.batch, p.rows, p.keys, p.heads, p.key_heads, p.head_dim, p.group()}),
+            (std::vector<std::int64_t>{2, 16, 24, 8, 2, 64, 4}));
+  EXPECT_EQ((std::vector{p.query.batch_stride, p.query.token_stride, p.query.head_stride}),
+            (std::vector<std::int64_t>{7, 640, 80}));
+  EXPECT_DOUBLE_EQ(p.scale, 0.125);
+  EXPECT_DOUBLE_EQ(p.softcap, 3.0);
+  EXPECT_TRUE(p.is_causal && p.deterministic);
+  EXPECT_EQ(p.seqlens_stride, 0);
+  EXPECT_TRUE(p.dquery.defined() && p.dkey.defined() && p.dvalue.defined() && p.dbias.defined());
+  EXPECT_EQ(p.dlse_row_stride, 1);
+}
+
+TEST(Validate, ReadsEveryBroadcastForm) {
+  Call call;
+  struct {
+    TensorView view;
+    std::vector<std::int64_t> sizes, strides;
+    std::int64_t head_divisor;
+  } forms[] = {
+      {tensor(DType::kBool, 2, 8, 16, 24), {2, 8, 16, 24}, {3072, 384, 24, 1}, 1},
+      {tensor(DType::kBool, 2, 2, 16, 24), {2, 2, 16, 24}, {768, 384, 24, 1}, 4},
+      {tensor(DType::kBool, 1, 1, 16, 1), {1, 1, 16, 1}, {0, 0, 1, 0}, 8},
+      {tensor(DType::kBool, 2, 2, 24), {2, 2, 1, 24}, {48, 24, 0, 1}, 4},
+      {tensor(DType::kBool, 1, 8, 1), {1, 8, 1, 1}, {0, 1, 0, 0}, 1},
+      {tensor(DType::kBool, 16, 24), {1, 1, 16, 24}, {0, 0, 24, 1}, 8},
+      {tensor(DType::kBool, 1, 24), {1, 1, 1, 24}, {0, 0, 0, 1}, 8},
+  };
+  for (auto& [view, sizes, strides, head_divisor] : forms) {
+    call.inputs.mask = view;
+    ASSERT_EQ(call.forward().message(), "ok");
+    const BroadcastView& mask = call.forward_problem.mask;
+    EXPECT_EQ((std::vector{mask.batches, mask.heads, mask.rows, mask.keys}), sizes);
+    EXPECT_EQ((std::vector{mask.batch_stride, mask.head_stride, mask.row_stride, mask.key_stride}), strides);
+    EXPECT_EQ(mask.head_divisor, head_divisor);
+  }
+}
+
+TEST(Validate, OptionalTensorsMayBeMissing) {
+  Call call;
+  call.inputs.mask = call.inputs.bias = call.inputs.seqlens_k = call.cotangents.dlse = {};
+  call.gradients = {};
+  ASSERT_EQ(call.forward().message(), "ok");
+  ASSERT_EQ(call.backward().message(), "ok");
+  const BackwardProblem& p = call.backward_problem;
+  EXPECT_FALSE(p.mask.defined() || p.bias.defined() || p.seqlens != nullptr || p.dlse != nullptr);
+  EXPECT_FALSE(p.dquery.defined() || p.dkey.defined() || p.dvalue.defined() || p.dbias.defined());
+}
+
+TEST(Validate, AcceptsZeroSizes) {
+  for (int zero = 0; zero < 5; ++zero) {
+    std::int64_t sizes[] = {2, 16, 24, 8, 2};
+    sizes[zero] = 0;
+    if (zero == 4) sizes[3] = 0;  // no key head: then no query head either
+    Call call(DType::kFloat32, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
+    EXPECT_EQ(call.forward().message(), "ok") << zero;
+    EXPECT_EQ(call.backward().message(), "ok") << zero;
+    EXPECT_GT(call.backward_problem.bias.head_divisor, 0);
+    EXPECT_GT(call.backward_problem.group(), zero == 3 ? -1 : 0);
+  }
+  Call call(DType::kFloat32, 2, 16, 0);
+  call.inputs.key.data = call.inputs.value.data = nullptr;
+  EXPECT_EQ(call.forward().message(), "ok") << "no elements, no data";
+}
+
+TEST(Validate, AcceptsAnyStridesOfInputs) {
+  Call call;
+  call.inputs.mask = tensor(DType::kBool, 2, 8, 16, 24);
+  call.inputs.mask.strides = {0, 0, 0, -3};
+  call.inputs.key.strides = {0, 0, 0, 1};
+  call.inputs.query.data = reinterpret_cast<void*>(std::uintptr_t{4098});  // aligned to its elements, no more
+  call.cotangents.dout.strides = {5, 0, 3, 1};
+  call.cotangents.dlse.strides = {0, 0, 0};
+  EXPECT_EQ(call.backward().message(), "ok");
+}
+
+struct Mistake {
+  std::string message;
+  std::function<void(Call&)> make;
+};
+
+class Mistakes : public testing::TestWithParam<Mistake> {};
+
+TEST_P(Mistakes, NameTheArgumentTheRuleAndTheValues) {
+  Call call;
+  GetParam().make(call);
+  const Status forward = call.forward(), backward = call.backward();
+  EXPECT_EQ((forward.ok() ? backward : forward).message(), GetParam().message);
+}
+
+const Mistake kMistakes[] = {
+    {"query must be given; got query without a tensor", [](Call& c) { c.inputs.query = {}; }},
+    {"key must have 4 dimensions; got key (2, 24, 64)",
+     [](Call& c) { c.inputs.key = tensor(DType::kBFloat16, 2, 24, 64); }},
+    {"value must have 4 dimensions; got value with 9 dimensions", [](Call& c) { c.inputs.value.rank = 9; }},
+    {"query must be float16, bfloat16, float32 or float64; got query int32",
+     [](Call& c) { c.inputs.query.dtype = DType::kInt32; }},
+    {"key must have query's dtype; got key float16, query bfloat16",
+     [](Call& c) { c.inputs.key.dtype = DType::kFloat16; }},
+    {"query must not have a negative size; got query (2, -16, 8, 64)", [](Call& c) { c.inputs.query.shape[1] = -16; }},
+    {"query must have stride 1 in its head dim; got query (2, 16, 8, 64) with strides (8192, 512, 64, 2)",
+     [](Call& c) { c.inputs.query.strides[3] = 2; }},
+    {"value must have data; got value (2, 24, 2, 64) at a null pointer",
+     [](Call& c) { c.inputs.value.data = nullptr; }},
+    {"key must be aligned to its element size; got key bfloat16 unaligned",
+     [](Call& c) { c.inputs.key.data = reinterpret_cast<void*>(std::uintptr_t{4097}); }},
+    {"mask must be addressable with 64-bit offsets; got mask (2, 1, 1, 24) with strides "
+     "(24, 24, 24, 9223372036854775807)",
+     [](Call& c) { c.inputs.mask.strides[3] = std::numeric_limits<std::int64_t>::max(); }},
+    {"query must be addressable with 64-bit offsets; got query (1099511627776, 1099511627776, 8, 64) with strides "
+     "(0, 0, 64, 1)",
+     [](Call& c) {
+       c.inputs.query.shape = {kHuge, kHuge, 8, 64};
+       c.inputs.query.strides = {0, 0, 64, 1};
+     }},
+    {"query must make fewer than 2^62 scores B * H * Sq * Sk with key; got query (2, 1099511627776, 8, 64), key "
+     "(2, 1099511627776, 2, 64)",
+     [](Call& c) {
+       c.inputs.query.shape[1] = c.inputs.key.shape[1] = c.inputs.value.shape[1] = kHuge;
+       for (TensorView* view : {&c.inputs.query, &c.inputs.key, &c.inputs.value}) view->strides = {0, 0, 0, 1};
+     }},
+    {"query must have a head dim of 1 to 256; got query (2, 16, 8, 257)",
+     [](Call& c) { c.inputs.query.shape[3] = 257; }},
+    {"query must have a head dim of 1 to 256; got query (2, 16, 8, 0)", [](Call& c) { c.inputs.query.shape[3] = 0; }},
+    {"key must have query's batch size; got key (3, 24, 2, 64), query (2, 16, 8, 64)",
+     [](Call& c) { c.inputs.key.shape[0] = 3; }},
+    {"key must have query's head dim; got key (2, 24, 2, 32), query (2, 16, 8, 64)",
+     [](Call& c) { c.inputs.key.shape[3] = 32; }},
+    {"value must have key's shape; got value (2, 23, 2, 64), key (2, 24, 2, 64)",
+     [](Call& c) { c.inputs.value.shape[1] = 23; }},
+    {"query must have a multiple of key's heads; got query (2, 16, 8, 64), key (2, 24, 3, 64)",
+     [](Call& c) { c.inputs.key.shape[2] = c.inputs.value.shape[2] = 3; }},
+    {"query must have a multiple of key's heads; got query (2, 16, 8, 64), key (2, 24, 0, 64)",
+     [](Call& c) { c.inputs.key.shape[2] = c.inputs.value.shape[2] = 0; }},
+    {"scale must be finite; got scale nan", [](Call& c) { c.options.scale = std::abs(kNaN); }},
+    {"scale must be finite; got scale inf", [](Call& c) { c.options.scale = kInfinity; }},
+    {"softcap must be finite and not negative; got softcap -1.000000", [](Call& c) { c.options.softcap = -1; }},
+    {"softcap must be finite and not negative; got softcap inf", [](Call& c) { c.options.softcap = kInfinity; }},
+    {"mask must have 2, 3 or 4 dimensions; got mask (24)", [](Call& c) { c.inputs.mask = tensor(DType::kBool, 24); }},
+    {"mask must be bool; got mask float32", [](Call& c) { c.inputs.mask.dtype = DType::kFloat32; }},
+    {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 3, 16, 24)",
+     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 2, 3, 16, 24); }},
+    {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (24, 16)",
+     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 24, 16); }},
+    {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 16, 24)",
+     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 2, 16, 24); }},
+    {"bias must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got bias (2, 1, 1, 0)",
+     [](Call& c) { c.inputs.bias = tensor(DType::kFloat32, 2, 1, 1, 0); }},
+    {"bias must have query's dtype or float32; got bias float16, query bfloat16",
+     [](Call& c) { c.inputs.bias.dtype = DType::kFloat16; }},
+    {"seqlens_k must have 1 dimension; got seqlens_k (2, 1)",
+     [](Call& c) { c.inputs.seqlens_k = tensor(DType::kInt32, 2, 1); }},
+    {"seqlens_k must be int32; got seqlens_k bool", [](Call& c) { c.inputs.seqlens_k.dtype = DType::kBool; }},
+    {"seqlens_k must have the shape (B) = (2); got seqlens_k (3)", [](Call& c) { c.inputs.seqlens_k.shape[0] = 3; }},
+    {"out must be given; got out without a tensor", [](Call& c) { c.outputs.out = {}; }},
+    {"out must be bfloat16; got out float32", [](Call& c) { c.outputs.out.dtype = DType::kFloat32; }},
+    {"out must be contiguous; got out (2, 16, 8, 64) with strides (8192, 64, 1024, 1)",
+     [](Call& c) { c.outputs.out.strides = {8192, 64, 1024, 1}; }},
+    {"lse must have the shape (B, H, Sq) = (2, 8, 16); got lse (2, 16, 8)",
+     [](Call& c) { c.outputs.lse = tensor(DType::kFloat32, 2, 16, 8); }},
+    {"lse must be float32; got lse bfloat16", [](Call& c) { c.cotangents.lse.dtype = DType::kBFloat16; }},
+    {"dout must have the shape (B, Sq, H, D) = (2, 16, 8, 64); got dout (2, 16, 8, 32)",
+     [](Call& c) { c.cotangents.dout.shape[3] = 32; }},
+    {"dout must have stride 1 in its head dim; got dout (2, 16, 8, 64) with strides (0, 0, 0, 0)",
+     [](Call& c) { c.cotangents.dout.strides = {}; }},
+    {"dlse must be float32; got dlse float64", [](Call& c) { c.cotangents.dlse.dtype = DType::kFloat64; }},
+    {"dquery must have data; got dquery (2, 16, 8, 64) at a null pointer",
+     [](Call& c) { c.gradients.dquery.data = nullptr; }},
+    {"dkey must have the shape (B, Sk, Hkv, D) = (2, 24, 2, 64); got dkey (2, 16, 8, 64)",
+     [](Call& c) { c.gradients.dkey = c.gradients.dquery; }},
+    {"dvalue must be contiguous; got dvalue (2, 24, 2, 64) with strides (3072, 64, 1536, 1)",
+     [](Call& c) { c.gradients.dvalue.strides = {3072, 64, 1536, 1}; }},
+    {"dbias needs a bias; got dbias (1, 8, 16, 1), no bias", [](Call& c) { c.inputs.bias = {}; }},
+    {"dbias must have the shape of the bias = (1, 8, 16, 1); got dbias (2, 8, 16, 24)",
+     [](Call& c) { c.gradients.dbias = tensor(DType::kBFloat16, 2, 8, 16, 24); }},
+    {"dbias must be bfloat16; got dbias float32", [](Call& c) { c.gradients.dbias.dtype = DType::kFloat32; }},
+};
+
+INSTANTIATE_TEST_SUITE_P(Validate, Mistakes, testing::ValuesIn(kMistakes));
+
+TEST(Validate, ScaleMustBeFiniteInTheDtypeOfTheScores) {
+  Call low(DType::kFloat32), high(DType::kFloat64);
+  low.options.scale = high.options.scale = 1e300;
+  EXPECT_EQ(low.forward().argument(), "scale");
+  EXPECT_TRUE(high.forward().ok());
+}
+
+TEST(Validate, SurvivesRandomArguments) {
+  std::mt19937 random(7);
+  std::vector<std::uint8_t> bytes(512);
+  for (int i = 0; i < 20000; ++i) {
+    for (auto& byte : bytes) byte = static_cast<std::uint8_t>(random());
+    LLVMFuzzerTestOneInput(bytes.data(), i % 2 ? bytes.size() : random() % bytes.size());
+  }
+}
+
+}  // namespace
+}  // namespace flash_dmattn::internal

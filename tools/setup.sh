@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Prepares this checkout for `make run` and `make test`: installs the Debian packages that are missing and the
+# pinned Python packages into .venv. Does nothing, quickly, when all is there.
+#
+#   tools/setup.sh         the above; with PYTHON=... in the environment no .venv is made and nothing is
+#                          installed into that Python, only checked
+#   tools/setup.sh neon    also the cross-compiler for 64-bit Arm and an emulator to run what it builds
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+have_header() { printf '#include <%s>\n' "$1" | "${CXX:-g++}" -x c++ -std=c++17 -E - >/dev/null 2>&1; }
+
+# The Debian packages of what this machine lacks, whichever way it would have got it.
+missing_packages() {
+  command -v "${CXX:-g++}" >/dev/null || echo g++
+  have_header hwy/highway.h || echo libhwy-dev
+  have_header gtest/gtest.h || echo libgtest-dev
+  command -v ccache >/dev/null || echo ccache
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+  # torch.compile, which some tests use, compiles against Python.h.
+  [[ -e $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] || echo python3-dev
+  if [[ ${1:-} == neon ]]; then
+    command -v aarch64-linux-gnu-g++ >/dev/null || echo g++-aarch64-linux-gnu
+    command -v qemu-aarch64-static >/dev/null || echo qemu-user-static
+    [[ -e /usr/src/googletest/CMakeLists.txt ]] || echo googletest
+  fi
+}
+
+install_packages() {
+  local packages sudo=()
+  packages=$(missing_packages "$@" | xargs)
+  [[ -n $packages ]] || return 0
+  command -v apt-get >/dev/null || fail "this machine lacks what Debian calls: $packages. Please install it."
+  if [[ $(id -u) != 0 ]]; then
+    command -v sudo >/dev/null || fail "please run as root: apt-get install $packages"
+    sudo=(sudo)
+  fi
+  say "installing Debian packages: $packages"
+  "${sudo[@]}" apt-get update -qq
+  # shellcheck disable=SC2086  # a list of words
+  "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages
+  packages=$(missing_packages "$@" | xargs)
+  [[ -z $packages ]] || fail "still missing after their installation: $packages"
+}
+
+# The names that requirements-dev.txt pins and the given Python does not have.
+check_python() {
+  local missing
+  missing=$("$python" - <<'EOF'
+import importlib.metadata, pathlib, re
+for file in ("requirements.txt", "requirements-dev.txt"):
+    for name in re.findall(r"^([\w-]+)==", pathlib.Path(file).read_text(), re.M):
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            print(name)
+EOF
+  )
+  # cmake, ninja and clang-format may as well be the system's.
+  for tool in cmake ninja clang-format; do
+    if command -v "$tool" >/dev/null; then missing=$(grep -vx "$tool" <<<"$missing" || true); fi
+  done
+  [[ -z $missing ]] || fail "$python lacks $(xargs <<<"$missing"): $python -m pip install -r requirements-dev.txt"
+}
+
+make_venv() {
+  local version stamp
+  version=$("$python" -c 'import sys; print(sys.version)')
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "Python 3.11 is needed; $python is $version"
+  stamp=.venv/.installed-$(cat requirements.txt requirements-dev.txt <(echo "$version") | sha256sum | cut -c1-16)
+  [[ -e $stamp ]] && return 0
+  say "installing the pinned Python packages into .venv (torch is large: some minutes the first time)"
+  rm -f .venv/.installed-*
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
+  .venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+  touch "$stamp"
+}
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || fail "$python was not found"
+install_packages "$@"
+if [[ -n ${PYTHON:-} ]]; then check_python; else make_venv; fi

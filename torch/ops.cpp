@@ -1,0 +1,260 @@
+// The PyTorch operators flash_dmattn::attention_forward, attention_backward and cpu_info.
+//
+// The only file that includes torch, and of torch only the stable ABI: one binary serves every later version and
+// every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
+// registered by python/flash_dmattn/_library.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "flash_dmattn/attention.h"
+#include "flash_dmattn/info.h"
+
+namespace {
+
+using flash_dmattn::AttentionContext;
+using flash_dmattn::AttentionCotangents;
+using flash_dmattn::AttentionGradients;
+using flash_dmattn::AttentionInputs;
+using flash_dmattn::AttentionOptions;
+using flash_dmattn::AttentionOutputs;
+using flash_dmattn::DType;
+using flash_dmattn::Status;
+using flash_dmattn::TensorView;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr const char* kFloatRule = "must be float16, bfloat16, float32 or float64";
+
+// Arrives in Python as a ValueError.
+void check(const Status& status) {
+  if (!status.ok()) throw std::invalid_argument(status.message());
+}
+
+// Work runs on torch's own threads, so that no second pool competes with them.
+class TorchExecutor final : public flash_dmattn::Executor {
+ public:
+  int concurrency() const override { return concurrency_; }
+
+  void run(int workers, const std::function<void(int worker)>& task) override {
+    if (workers == 1) return task(0);
+    torch::stable::parallel_for(0, workers, 1, [&task](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t worker = begin; worker < end; ++worker) task(static_cast<int>(worker));
+    });
+  }
+
+ private:
+  // Read once: the workspace is sized for it.
+  const int concurrency_ = std::max(1, static_cast<int>(torch::stable::get_num_threads()));
+};
+
+struct TorchDType {
+  std::int32_t code;  // of torch's C interface
+  const char* name;
+  std::optional<DType> dtype;  // none: attention takes no such tensor
+};
+
+// Not through ScalarType, whose conversion throws an unrelated error for the dtypes that it does not know.
+TorchDType dtype_of(const Tensor& tensor) {
+  static const TorchDType kKnown[] = {
+      {aoti_torch_dtype_float32(), "float32", DType::kFloat32},
+      {aoti_torch_dtype_bfloat16(), "bfloat16", DType::kBFloat16},
+      {aoti_torch_dtype_float16(), "float16", DType::kFloat16},
+      {aoti_torch_dtype_float64(), "float64", DType::kFloat64},
+      {aoti_torch_dtype_bool(), "bool", DType::kBool},
+      {aoti_torch_dtype_int32(), "int32", DType::kInt32},
+      {aoti_torch_dtype_int64(), "int64", {}},
+      {aoti_torch_dtype_int16(), "int16", {}},
+      {aoti_torch_dtype_int8(), "int8", {}},
+      {aoti_torch_dtype_uint8(), "uint8", {}},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn", {}},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2", {}},
+      {aoti_torch_dtype_complex64(), "complex64", {}},
+      {aoti_torch_dtype_complex128(), "complex128", {}},
+  };
+  std::int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  for (const TorchDType& known : kKnown) {
+    if (known.code == code) return known;
+  }
+  return {code, "another dtype", {}};
+}
+
+// `dtype_rule` is what to say of a dtype that no view can have; the rest is checked by the library.
+TensorView view_of(const char* name, const Tensor& tensor, const char* dtype_rule) {
+  if (!tensor.defined()) check(Status::invalid(name, "must be a tensor", "none"));  // None passes for a Tensor
+  const TorchDType dtype = dtype_of(tensor);
+  if (!dtype.dtype) check(Status::invalid(name, dtype_rule, std::string(name) + " " + dtype.name));
+  const std::int64_t rank = tensor.dim();
+  // Rank 0 would read as "no tensor" and a rank above the largest has no place for its sizes.
+  if (rank < 1 || rank > TensorView::kMaxRank) {
+    check(Status::invalid(name, "must have 1 to 4 dimensions",
+                          std::string(name) + " with " + std::to_string(rank) + " dimensions"));
+  }
+  TensorView view;
+  view.data = tensor.data_ptr();
+  view.dtype = *dtype.dtype;
+  view.rank = static_cast<int>(rank);
+  std::copy_n(tensor.sizes().data(), rank, view.shape.begin());
+  std::copy_n(tensor.strides().data(), rank, view.strides.begin());
+  return view;
+}
+
+TensorView view_of(const char* name, const std::optional<Tensor>& tensor, const char* dtype_rule) {
+  return tensor ? view_of(name, *tensor, dtype_rule) : TensorView{};
+}
+
+// The one copy that the library makes of an argument: attention reads D with stride 1.
+Tensor with_unit_head_dim(const Tensor& tensor) {
+  const std::int64_t last = tensor.dim() - 1;
+  return !tensor.defined() || last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1
+             ? tensor
+             : torch::stable::contiguous(tensor);
+}
+
+Tensor empty_cpu(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
+  return torch::stable::empty(sizes, dtype);
+}
+
+Tensor empty_like_shape(const Tensor& tensor) { return empty_cpu(tensor.sizes(), tensor.scalar_type()); }
+
+// Scratch memory from torch's allocator, kept until the call returns.
+class Workspace {
+ public:
+  explicit Workspace(std::size_t bytes) : bytes_(bytes) {
+    if (bytes == 0) return;
+    const std::int64_t size = static_cast<std::int64_t>(bytes);
+    memory_ = empty_cpu({&size, 1}, ScalarType::Byte);
+  }
+
+  void* data() const { return memory_ ? memory_->data_ptr() : nullptr; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::size_t bytes_;
+  std::optional<Tensor> memory_;
+};
+
+AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
+                            const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+                            const std::optional<Tensor>& seqlens_k) {
+  return {.query = view_of("query", query, kFloatRule),
+          .key = view_of("key", key, "must have query's dtype"),
+          .value = view_of("value", value, "must have query's dtype"),
+          .mask = view_of("mask", mask, "must be bool"),
+          .bias = view_of("bias", bias, "must have query's dtype or float32"),
+          .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32")};
+}
+
+std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
+                                             std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
+                                             std::optional<double> scale, double softcap, bool is_causal,
+                                             bool deterministic) {
+  query = with_unit_head_dim(query);
+  key = with_unit_head_dim(key);
+  value = with_unit_head_dim(value);
+  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k);
+  const AttentionOptions options = {scale, softcap, is_causal, deterministic};
+  TorchExecutor executor;
+  const AttentionContext context = {.executor = &executor};
+
+  // Also checks the inputs: from here on query has four dimensions.
+  std::size_t bytes = 0;
+  check(flash_dmattn::attention_forward_workspace(inputs, options, context, &bytes));
+  const Workspace workspace(bytes);
+
+  const Tensor out = empty_like_shape(query);
+  const std::int64_t lse_sizes[] = {query.size(0), query.size(2), query.size(1)};
+  const bool is_double = inputs.query.dtype == DType::kFloat64;
+  const Tensor lse = empty_cpu({lse_sizes, 3}, is_double ? ScalarType::Double : ScalarType::Float);
+  const AttentionOutputs outputs = {view_of("out", out, kFloatRule), view_of("lse", lse, kFloatRule)};
+  check(flash_dmattn::attention_forward(inputs, options, outputs, workspace.data(), workspace.bytes(), context));
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(Tensor dout, std::optional<Tensor> dlse, Tensor query,
+                                                              Tensor key, Tensor value, std::optional<Tensor> mask,
+                                                              std::optional<Tensor> bias,
+                                                              std::optional<Tensor> seqlens_k, Tensor out, Tensor lse,
+                                                              std::optional<double> scale, double softcap,
+                                                              bool is_causal, bool deterministic, bool needs_dquery,
+                                                              bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
+  if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
+  query = with_unit_head_dim(query);
+  key = with_unit_head_dim(key);
+  value = with_unit_head_dim(value);
+  out = with_unit_head_dim(out);
+  dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
+  if (lse.defined()) lse = torch::stable::contiguous(lse);
+  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k);
+  const AttentionCotangents cotangents = {.out = view_of("out", out, "must have query's dtype"),
+                                          .lse = view_of("lse", lse, "must be float32 (float64 with float64)"),
+                                          .dout = view_of("dout", dout, "must have query's dtype"),
+                                          .dlse = view_of("dlse", dlse, "must have lse's dtype")};
+  const AttentionOptions options = {scale, softcap, is_causal, deterministic};
+  TorchExecutor executor;
+  const AttentionContext context = {.executor = &executor};
+
+  AttentionGradients gradients;
+  const auto make_gradient = [](bool needed, const char* name, const Tensor& input, TensorView* view) {
+    if (!needed) {
+      const std::int64_t none = 0;
+      return empty_cpu({&none, 1}, input.scalar_type());
+    }
+    Tensor gradient = empty_like_shape(input);
+    *view = view_of(name, gradient, kFloatRule);
+    return gradient;
+  };
+  const Tensor dquery = make_gradient(needs_dquery, "dquery", query, &gradients.dquery);
+  const Tensor dkey = make_gradient(needs_dkey, "dkey", key, &gradients.dkey);
+  const Tensor dvalue = make_gradient(needs_dvalue, "dvalue", value, &gradients.dvalue);
+  const Tensor dbias = make_gradient(needs_dbias, "dbias", bias ? *bias : query, &gradients.dbias);
+
+  std::size_t bytes = 0;
+  check(flash_dmattn::attention_backward_workspace(inputs, cotangents, options, gradients, context, &bytes));
+  const Workspace workspace(bytes);
+  check(flash_dmattn::attention_backward(inputs, cotangents, options, gradients, workspace.data(), workspace.bytes(),
+                                         context));
+  return {dquery, dkey, dvalue, dbias};
+}
+
+std::tuple<std::string, std::string, std::string, std::vector<std::string>, std::vector<std::string>> cpu_info() {
+  flash_dmattn::CpuInfo info = flash_dmattn::cpu_info();
+  return {flash_dmattn::version(), std::move(info.isa_float), std::move(info.isa_bfloat16), std::move(info.compiled),
+          std::move(info.supported)};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(flash_dmattn, library) {
+  library.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? seqlens_k, "
+      "float? scale, float softcap, bool is_causal, bool deterministic) -> (Tensor out, Tensor lse)");
+  // Gradients that are not asked for come back with no elements.
+  library.def(
+      "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
+      "Tensor? bias, Tensor? seqlens_k, Tensor out, Tensor lse, float? scale, float softcap, bool is_causal, "
+      "bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) "
+      "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+  library.def("cpu_info() -> (str version, str isa_float, str isa_bfloat16, str[] compiled, str[] supported)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
+  library.impl("attention_forward", TORCH_BOX(&attention_forward));
+  library.impl("attention_backward", TORCH_BOX(&attention_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, library) {
+  library.impl("cpu_info", TORCH_BOX(&cpu_info));
+}
