@@ -1,0 +1,33 @@
+"""Attention in which every query sees only some keys, chosen by data, with an additive bias and its gradient.
+
+`attention` is the library's own surface; the other functions carry the names of the original package.
+"""
+
+from ._library import cpu_info
+from .flash_dmattn_interface import (
+    CPU_AVAILABLE,
+    CUDA_AVAILABLE,
+    FLEX_AVAILABLE,
+    TRITON_AVAILABLE,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flex_dmattn_func,
+    get_available_backends,
+    triton_dmattn_func,
+)
+from .functional import attention
+
+__version__ = cpu_info().version
+
+__all__ = [
+    "CPU_AVAILABLE",
+    "CUDA_AVAILABLE",
+    "FLEX_AVAILABLE",
+    "TRITON_AVAILABLE",
+    "attention",
+    "flash_dmattn_func",
+    "flash_dmattn_func_auto",
+    "flex_dmattn_func",
+    "get_available_backends",
+    "triton_dmattn_func",
+]

@@ -1,0 +1,22 @@
+"""The command line: `python -m flash_dmattn <command>`."""
+
+import argparse
+import sys
+
+from .commands import info
+
+_COMMANDS = (info,)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns the process's exit status."""
+    parser = argparse.ArgumentParser(prog="python -m flash_dmattn", description="Tools around flash_dmattn attention.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Loads the operators `torch.ops.flash_dmattn.*` and registers what they need beside their C++ kernels: shapes for
+torch.compile, gradients, autocast and vmap."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _vmap
+
+_LIBRARY_FILE = Path(__file__).parent / "_C" / "libflash_dmattn_torch.so"
+
+if not _LIBRARY_FILE.exists():
+    raise ImportError(
+        f"flash_dmattn's compiled library is missing ({_LIBRARY_FILE}): install the package with `pip install .`, or "
+        "build it in place with `make library`, both in the root of the source tree"
+    )
+torch.ops.load_library(_LIBRARY_FILE)
+
+_FORWARD = "flash_dmattn::attention_forward"
+_BACKWARD = "flash_dmattn::attention_backward"
+_forward_op = torch.ops.flash_dmattn.attention_forward.default
+_backward_op = torch.ops.flash_dmattn.attention_backward.default
+_registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
+
+# Devices whose tensors the operators take, by the name of the backend. Meta tensors carry shapes only.
+DEVICE_BACKENDS = {"cpu": "cpu", "meta": None}
+
+
+def device_backends() -> list[str]:
+    """Names of the compiled backends, the preferred one first."""
+    return [name for name in DEVICE_BACKENDS.values() if name is not None]
+
+
+class CpuInfo(NamedTuple):
+    """The build of the library and the kernels it chose on this CPU."""
+
+    version: str
+    isa_float: str  # float32 and float16
+    isa_bfloat16: str
+    compiled: list[str]
+    supported: list[str]
+
+
+def cpu_info() -> CpuInfo:
+    """Source: flash_dmattn::cpu_info() in include/flash_dmattn/info.h."""
+    return CpuInfo(*torch.ops.flash_dmattn.cpu_info())
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    seqlens_k: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    is_causal: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Calls the operator, by the shortest way that is safe.
+
+    Returns:
+        out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 with float64).
+    Raises:
+        ValueError: a device, shape, dtype or number that semantics.md does not allow.
+        RuntimeError: forward-mode differentiation, which does not exist.
+    """
+    _check_devices(query, key=key, value=value, mask=mask, bias=bias, seqlens_k=seqlens_k)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(query=query, key=key, value=value, bias=bias)
+    arguments = (query, key, value, mask, bias, seqlens_k, scale, softcap, is_causal, deterministic)
+    if torch.compiler.is_compiling():
+        return _forward_op(*arguments)
+    if _functorch_is_active():
+        return _Attention.apply(*arguments)
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _forward_op(*arguments)
+    # Nothing to differentiate: without the autograd layer, which is written in Python and costs more than a small call.
+    # That layer, made by torch.library.register_autograd, does the same in this case.
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(*arguments)
+
+
+def _check_devices(query: Tensor, **others: Tensor | None) -> None:
+    device = query.device
+    if device.type not in DEVICE_BACKENDS:
+        raise ValueError(
+            f"query must be on a device that this build has a backend for; got query on {device}, "
+            f"available backends: {', '.join(device_backends())}"
+        )
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on query's device; got {name} on {tensor.device}, query on {device}")
+
+
+def _refuse_tangents(**tensors: Tensor | None) -> None:
+    # An operator without a rule for tangents would drop them: a wrong derivative instead of none.
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"flash_dmattn attention has no forward-mode derivative (jvp), but {name} carries a tangent; "
+                "use reverse mode (backward, torch.func.grad or vjp)"
+            )
+
+
+# ---- Shapes, for torch.compile and meta tensors
+
+
+def _check_given(**tensors: Tensor | None) -> None:
+    # None passes for a Tensor in a direct call of an operator.
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor; got {name} of type NoneType")
+
+
+@torch.library.register_fake(_FORWARD, lib=_registrations)
+def _forward_shapes(query, key, value, mask, bias, seqlens_k, scale, softcap, is_causal, deterministic):
+    _check_given(query=query, key=key, value=value)
+    if query.dim() != 4:
+        raise ValueError(f"query must have 4 dimensions; got query {tuple(query.shape)}")
+    batch, rows, heads, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(query.shape), query.new_empty((batch, heads, rows), dtype=lse_dtype)
+
+
+@torch.library.register_fake(_BACKWARD, lib=_registrations)
+def _backward_shapes(dout, dlse, query, key, value, mask, bias, seqlens_k, out, lse, *options_and_needs):
+    _check_given(dout=dout, query=query, key=key, value=value, out=out, lse=lse)
+    needs = options_and_needs[-4:]
+    if bias is None:
+        if needs[3]:
+            raise ValueError("needs_dbias needs a bias; got no bias")
+        bias = query  # for the dtype of an empty gradient
+    return tuple(
+        tensor.new_empty(tensor.shape if needed else (0,))
+        for tensor, needed in zip((query, key, value, bias), needs, strict=True)
+    )
+
+
+# ---- Gradients
+
+
+def _save_for_backward(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)  # without a gradient for lse the backward has less to do
+
+
+def _attention_backward(ctx, dout, dlse):
+    query, key, value, mask, bias, seqlens_k, out, lse = ctx.saved_tensors
+    needs = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
+    if dout is None:
+        if dlse is None:
+            return (None,) * 10
+        dout = torch.zeros_like(out)
+    backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
+    gradients = backward(
+        dout,
+        dlse,
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        seqlens_k,
+        out,
+        lse,
+        ctx.scale,
+        ctx.softcap,
+        ctx.is_causal,
+        ctx.deterministic,
+        *needs,
+    )
+    dquery, dkey, dvalue, dbias = (
+        gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
+    )
+    return dquery, dkey, dvalue, None, dbias, None, None, None, None, None
+
+
+def _refuse_second_derivative(ctx, *gradients):
+    raise RuntimeError(
+        "flash_dmattn attention has no second derivative: a gradient that flash_dmattn::attention_backward computed "
+        "(with create_graph=True, or torch.func.grad within grad) was itself differentiated. Detach that gradient, or "
+        "use unfused attention where second derivatives are needed"
+    )
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """flash_dmattn::attention_backward for torch.func, whose transforms what register_autograd makes does not know."""
+
+    generate_vmap_rule = True  # from those of the operators
+    forward = staticmethod(_backward_op)
+    backward = staticmethod(_refuse_second_derivative)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Nothing to keep: there is no second derivative."""
+
+
+class _Attention(torch.autograd.Function):
+    """flash_dmattn::attention_forward for torch.func."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_forward_op)
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_attention_backward)
+
+
+def _functorch_is_active() -> bool:
+    """Within torch.func.grad, vmap and the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+torch.library.register_autograd(_FORWARD, _attention_backward, setup_context=_save_for_backward, lib=_registrations)
+torch.library.register_autograd(_BACKWARD, _refuse_second_derivative, lib=_registrations)
+
+
+# ---- Autocast
+
+
+def _autocast(device_type: str):
+    """The operator's kernel under autocast: query, key and value in autocast's dtype, as torch casts them for its own
+    attention. A float32 bias stays; a bias of another floating type follows query."""
+
+    def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        # As torch's own rule: float64 is never cast.
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    def kernel(query, key, value, mask, bias, *rest):
+        dtype = torch.get_autocast_dtype(device_type)
+        if bias is not None and bias.dtype != torch.float32:
+            bias = cast(bias, dtype)
+        with torch.autocast(device_type, enabled=False):
+            return _forward_op(cast(query, dtype), cast(key, dtype), cast(value, dtype), mask, bias, *rest)
+
+    return kernel
+
+
+_registrations.impl("attention_forward", _autocast("cpu"), "AutocastCPU")
+
+
+# ---- vmap
+
+torch.library.register_vmap(_FORWARD, _vmap.forward_rule(_forward_op), lib=_registrations)
+torch.library.register_vmap(_BACKWARD, _vmap.backward_rule(_backward_op), lib=_registrations)

@@ -1,0 +1,1 @@
+"""Commands of `python -m flash_dmattn`: each module adds its parser with `add_parser`."""

@@ -1,0 +1,120 @@
+"""Makes attention calls for tests and runs them through the library."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import flash_dmattn
+import torch
+from oracle import Case, reduce_like, visibility
+from torch import Tensor
+
+NAN, INF = math.nan, math.inf
+_INPUTS = ("query", "key", "value", "bias")
+
+
+def make_case(
+    batch: int = 2,
+    heads: int = 4,
+    key_heads: int = 2,
+    rows: int = 33,
+    keys: int = 47,
+    head_dim: int = 32,
+    *,
+    dtype: torch.dtype = torch.float32,
+    mask: tuple[int, ...] | None = None,
+    bias: tuple[int, ...] | None = None,
+    bias_dtype: torch.dtype | None = None,
+    density: float = 0.5,
+    with_dlse: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """Normal inputs; `mask` and `bias` are shapes; `density` is the share of visible keys in the mask."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return Case(
+        query=normal(batch, rows, heads, head_dim).to(dtype),
+        key=normal(batch, keys, key_heads, head_dim).to(dtype),
+        value=normal(batch, keys, key_heads, head_dim).to(dtype),
+        dout=normal(batch, rows, heads, head_dim).to(dtype),
+        mask=None if mask is None else torch.rand(mask, generator=generator) < density,
+        bias=None if bias is None else normal(*bias).to(bias_dtype or dtype),
+        dlse=normal(batch, heads, rows).to(lse_dtype(dtype)) if with_dlse else None,
+        options=options,
+    )
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def run_library(case: Case, needs: tuple[str, ...] = _INPUTS, **options: Any) -> dict[str, Tensor]:
+    """out, lse and, for every input in `needs` that the case has, its gradient, named as in `oracle.reference`."""
+    leaves = {name: getattr(case, name) for name in _INPUTS}
+    leaves = {name: t.detach().requires_grad_(name in needs) for name, t in leaves.items() if t is not None}
+    options = {**case.options, **options}
+    out, lse = flash_dmattn.attention(**leaves, mask=case.mask, return_lse=True, **options)
+    wanted = [name for name in needs if name in leaves]
+    results = {"out": out.detach(), "lse": lse.detach()}
+    if wanted:
+        outputs, cotangents = ([out], [case.dout]) if case.dlse is None else ([out, lse], [case.dout, case.dlse])
+        gradients = torch.autograd.grad(outputs, [leaves[name] for name in wanted], cotangents)
+        results |= {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+    return results
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Integers that are equal exactly if the elements' bits are."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.contiguous().view(integer)
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    for name in left:
+        assert torch.equal(bits(left[name]), bits(right[name])), f"{name} differs in its bits"
+
+
+def relayout(tensor: Tensor, layout: str) -> Tensor:
+    """The same values behind other strides (for "expanded" the values of index 0 in the first dimension)."""
+    if layout == "contiguous":
+        return tensor
+    if layout == "transposed":  # in 4-D as if stored (B, heads, S, D)
+        dims = (1, 2) if tensor.dim() == 4 else (-2, -1)
+        return tensor.transpose(*dims).contiguous().transpose(*dims)
+    if layout == "padded":  # rows of an odd pitch
+        return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:-1], 3)], -1)[..., : tensor.size(-1)]
+    if layout == "offset":  # storage that begins one element later: aligned to nothing but the element
+        storage = torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])
+        return storage[1:].view(tensor.shape)
+    if layout == "expanded":
+        return tensor[:1].contiguous().expand(tensor.shape)
+    if layout == "strided":  # every second element of the last dimension
+        return tensor.repeat_interleave(2, -1)[..., ::2]
+    raise ValueError(f"unknown layout {layout!r}")
+
+
+def poison_unseen(case: Case, poison: float = NAN) -> Case:
+    """Overwrites everything that must touch no result: hidden keys and biases, and the rows that see no key."""
+    batch, heads, key_heads, _, keys = case.sizes
+    visible = visibility(case)
+    seen = visible.any(2).reshape(batch, key_heads, heads // key_heads, keys).any(2).transpose(1, 2)[..., None]
+    row_sees = visible.any(3)
+    hidden = row_sees.transpose(1, 2)[..., None].logical_not()
+    bias = case.bias
+    if bias is not None:
+        bias = bias.masked_fill(reduce_like(visible.double(), bias, case) == 0, poison)
+    return replace(
+        case,
+        query=case.query.masked_fill(hidden, poison),
+        key=case.key.masked_fill(~seen, poison),
+        value=case.value.masked_fill(~seen, poison),
+        dout=case.dout.masked_fill(hidden, poison),
+        dlse=None if case.dlse is None else case.dlse.masked_fill(~row_sees, poison),
+        bias=bias,
+    )

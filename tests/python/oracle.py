@@ -1,0 +1,230 @@
+"""Attention in dense fp64 torch operations, written from docs/semantics.md and from nothing else.
+
+`reference` is the truth that every kernel is judged by; `framework` is the yardstick of how wrong a plain
+low-precision implementation may be. See compare.py for the bar built from the two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(repr=False)
+class Case:
+    """One call: inputs as docs/semantics.md shapes them, options, and the cotangents of out and lse."""
+
+    query: Tensor  # (B, Sq, H, D)
+    key: Tensor  # (B, Sk, Hkv, D)
+    value: Tensor  # (B, Sk, Hkv, D)
+    dout: Tensor  # (B, Sq, H, D)
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    dlse: Tensor | None = None  # (B, H, Sq)
+    options: dict = field(default_factory=dict)  # scale, is_causal, softcap, seqlens_k
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(B, H, Hkv, Sq, Sk)"""
+        return (self.query.size(0), self.query.size(2), self.key.size(2), self.query.size(1), self.key.size(1))
+
+    def __repr__(self) -> str:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        shown = [f"{name}: {t.dtype} {tuple(t.shape)} strides {t.stride()}" for name, t in tensors.items()]
+        return f"Case({', '.join(shown)}, options={self.options})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what hypothesis prints of a failing example
+        printer.text(repr(self))
+
+    @property
+    def scale(self) -> float:
+        scale = self.options.get("scale")
+        return 1 / math.sqrt(self.query.size(3)) if scale is None else scale
+
+
+@dataclass
+class Expected:
+    """What one result should be, what its rounding errors are proportional to, and where a NaN may have spread to."""
+
+    value: Tensor  # fp64
+    magnitude: Tensor  # fp64, finite: the sum of magnitudes that the value is made of
+    exponent: Tensor  # the same, each probability times the size of its score and of lse
+    tainted: Tensor  # bool: shares a (batch, key head) with a non-finite number that some row sees
+
+
+def broadcast(tensor: Tensor, case: Case) -> Tensor:
+    """A mask or bias of any documented form as a (B, H, Sq, Sk) view."""
+    batch, heads, key_heads, rows, keys = case.sizes
+    if tensor.dim() == 2:
+        tensor = tensor[None, None]
+    elif tensor.dim() == 3:
+        tensor = tensor[:, :, None]
+    if tensor.size(1) == key_heads != 1:
+        tensor = tensor.repeat_interleave(heads // key_heads, dim=1)
+    return tensor.expand(batch, heads, rows, keys)
+
+
+def reduce_like(tensor: Tensor, like: Tensor, case: Case) -> Tensor:
+    """The transpose of `broadcast`: sums (B, H, Sq, Sk) into the shape of `like`."""
+    batch, heads, key_heads, rows, keys = case.sizes
+    shape = (1, 1, *like.shape) if like.dim() == 2 else like.shape
+    shape = (shape[0], shape[1], 1, shape[2]) if len(shape) == 3 else shape
+    if shape[1] == key_heads != 1:
+        tensor = tensor.reshape(batch, key_heads, heads // key_heads, rows, keys).sum(2)
+    return tensor.sum_to_size(shape).reshape(like.shape)
+
+
+def visibility(case: Case) -> Tensor:
+    """(B, H, Sq, Sk) bool: which key every query row sees."""
+    batch, heads, _, rows, keys = case.sizes
+    row, key = torch.arange(rows)[:, None], torch.arange(keys)
+    count = torch.full((batch,), keys)
+    if case.options.get("seqlens_k") is not None:
+        count = case.options["seqlens_k"].long().clamp(0, keys)
+    count = count[:, None, None, None]
+    visible = (key < count).expand(batch, heads, rows, keys)
+    if case.options.get("is_causal"):
+        visible = visible & (key <= row + count - rows)
+    return visible if case.mask is None else visible & broadcast(case.mask, case)
+
+
+def weighted_sum(weights: Tensor, vectors: Tensor, visible: Tensor) -> Tensor:
+    """Sum over visible j of weights[..., i, j] * vectors[..., j, :]; what is hidden is not even multiplied by zero."""
+    if vectors.isfinite().all():
+        return weights @ vectors
+    return (weights[..., None] * vectors[..., None, :, :]).where(visible[..., None], 0.0).sum(-2)
+
+
+def reference(case: Case) -> dict[str, Expected]:
+    """out, lse and the gradients dquery, dkey, dvalue (and dbias, if there is a bias) of `case`."""
+    batch, heads, key_heads, rows, keys = case.sizes
+    group = heads // key_heads if key_heads else 1
+    softcap, scale = case.options.get("softcap", 0.0), case.scale
+    visible = visibility(case)
+
+    def by_query_head(tensor: Tensor) -> Tensor:  # (B, Sk, Hkv, D) -> (B, H, Sk, D)
+        return tensor.double().transpose(1, 2).repeat_interleave(group, dim=1)
+
+    def sum_group(tensor: Tensor) -> Tensor:  # (B, H, Sk, D) -> (B, Sk, Hkv, D)
+        return tensor.reshape(batch, key_heads, group, keys, case.query.size(3)).sum(2).transpose(1, 2)
+
+    query, dout = case.query.double().transpose(1, 2), case.dout.double().transpose(1, 2)
+    seen = visible.any(-2)[..., None]
+    key, value = by_query_head(case.key).where(seen, 0.0), by_query_head(case.value).where(seen, 0.0)
+
+    score = scale * (query @ key.mT)
+    slope = torch.ones_like(score)
+    if softcap > 0:
+        slope = 1 - torch.tanh(score / softcap) ** 2
+        score = softcap * torch.tanh(score / softcap)
+    if case.bias is not None:
+        score = score + broadcast(case.bias.double(), case)
+    score = score.where(visible, -math.inf)
+
+    # A row is empty (nothing seen, or only -inf), broken (it sees a score of +inf or NaN) or sound.
+    highest = score.amax(-1, keepdim=True) if keys else torch.full((batch, heads, rows, 1), -math.inf).double()
+    empty, broken = highest == -math.inf, highest.isnan() | (highest == math.inf)
+    weight = (score - highest.where(highest.isfinite(), 0.0)).exp()
+    total = weight.sum(-1, keepdim=True)
+    prob = (weight / total.where(~empty, 1.0)).where(~broken | ~visible, math.nan)
+    lse = (highest + total.log()).where(highest.isfinite(), highest)
+    query, dout = query.where(~empty, 0.0), dout.where(~empty, 0.0)
+    live = visible & ~empty
+
+    out = weighted_sum(prob, value, live).where(~broken, math.nan)
+    dlse = torch.zeros_like(lse) if case.dlse is None else case.dlse.double()[..., None].where(~empty, 0.0)
+    dprob = dout @ value.mT
+    delta = (dout * out).sum(-1, keepdim=True)
+    dscore = (prob * (dprob - delta + dlse)).where(live, 0.0)
+    dproduct = scale * (dscore * slope).where(live, 0.0)
+    values = {
+        "out": out.transpose(1, 2),
+        "lse": lse.squeeze(-1),
+        "dquery": weighted_sum(dproduct, key, live).transpose(1, 2),
+        "dkey": sum_group(weighted_sum(dproduct.mT, query, live.mT)),
+        "dvalue": sum_group(weighted_sum(prob.where(live, 0.0).mT, dout, live.mT)),
+    }
+
+    # Magnitudes: the same sums of absolute values. Scores are rounded before they become exponents, so that the
+    # relative error of a probability is proportional to the size of its score and of lse.
+    score_size = abs(scale) * (_size(query) @ _size(key).mT) * _size(slope) + _size(score)
+    weighted = _size(prob) * visible * (score_size + _size(lse))
+
+    def carry(weight: Tensor, out_size: Tensor) -> dict[str, Tensor]:
+        made_of = weight * (_size(dprob) + _size(dlse)) + _size(prob) * (_size(dout) * out_size).sum(-1, keepdim=True)
+        through_scale = abs(scale) * made_of * _size(slope) * live
+        result = {
+            "out": (weight @ _size(value)).transpose(1, 2),
+            "lse": (_size(prob) * visible * score_size).sum(-1) + _size(lse.squeeze(-1)),
+            "dquery": (through_scale @ _size(key)).transpose(1, 2),
+            "dkey": sum_group(through_scale.mT @ _size(query)),
+            "dvalue": sum_group(weight.mT @ _size(dout)),
+        }
+        if case.bias is not None:
+            result["dbias"] = reduce_like(made_of * live, case.bias, case)
+        return result
+
+    magnitudes = carry(_size(prob), _size(out))
+    exponents = carry(weighted, weighted @ _size(value))
+
+    # A non-finite number that is seen may reach whatever is computed with it: its (batch, key head).
+    unsound = broken | ~(dout.isfinite().all(-1) & out.isfinite().all(-1))[..., None]
+    unsound = unsound | (~(key.isfinite() & value.isfinite()).all(-1))[..., None, :].logical_and(visible).any(-1, True)
+    unsound = unsound.any(-2, keepdim=True).reshape(batch, key_heads, group).any(-1)
+    by_head = unsound.repeat_interleave(group, dim=1)
+    tainted = dict.fromkeys(("out", "dquery"), by_head[:, None, :, None])
+    tainted |= dict.fromkeys(("dkey", "dvalue"), unsound[:, None, :, None]) | {"lse": by_head[:, :, None]}
+    if case.bias is not None:
+        values["dbias"] = reduce_like(dscore, case.bias, case)
+        full = by_head[:, :, None, None].expand(batch, heads, rows, keys).double()
+        tainted["dbias"] = reduce_like(full, case.bias, case) > 0
+    return {
+        name: Expected(value, magnitudes[name], exponents[name], tainted[name].expand_as(value))
+        for name, value in values.items()
+    }
+
+
+def _size(tensor: Tensor) -> Tensor:
+    return tensor.abs().nan_to_num(0.0, 0.0, 0.0)
+
+
+def framework(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same results from plain torch operations and autograd in `dtype`.
+
+    Non-finite inputs are replaced by 0 (a bias of -inf: by a hidden key): the results where `reference` is finite do
+    not depend on them, and those are all that this is used for.
+    """
+    batch, heads, key_heads, _, keys = case.sizes
+    group = heads // key_heads if key_heads else 1
+    softcap = case.options.get("softcap", 0.0)
+
+    def leaf(tensor: Tensor, to: torch.dtype) -> Tensor:
+        return tensor.detach().to(to).nan_to_num(0.0, 0.0, 0.0).requires_grad_()
+
+    leaves = {name: leaf(getattr(case, name), dtype) for name in ("query", "key", "value")}
+    query, key, value = (leaves[name].transpose(1, 2) for name in leaves)
+    score = query @ key.repeat_interleave(group, dim=1).mT * case.scale
+    if softcap > 0:
+        score = softcap * torch.tanh(score / softcap)
+    visible = visibility(case)
+    if case.bias is not None:
+        leaves["bias"] = leaf(case.bias, torch.promote_types(dtype, case.bias.dtype))
+        score = score + broadcast(leaves["bias"], case)
+        visible = visible & ~broadcast(case.bias == -math.inf, case)
+    sees = visible.any(-1, keepdim=True)
+    score = score.masked_fill(~visible & sees, -math.inf)
+    prob = score.softmax(-1).where(sees, 0.0).to(dtype)
+    out = (prob @ value.repeat_interleave(group, dim=1)).transpose(1, 2)
+    lse = score.logsumexp(-1).where(sees.squeeze(-1), -math.inf)
+    results = {"out": out, "lse": lse}
+    outputs, cotangents = [out], [case.dout.to(dtype).nan_to_num(0.0, 0.0, 0.0)]
+    if case.dlse is not None:
+        outputs.append(lse)
+        cotangents.append(case.dlse.to(lse.dtype).nan_to_num(0.0, 0.0, 0.0).where(sees.squeeze(-1), 0.0))
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+    results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {name: tensor.detach() for name, tensor in results.items()}

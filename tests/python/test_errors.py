@@ -1,0 +1,333 @@
+"""Wrong arguments: one error that names the argument, the rule and the values, and never a crash."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from flash_dmattn import attention, flash_dmattn_func, flash_dmattn_func_auto
+from hypothesis import event, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+FORWARD = torch.ops.flash_dmattn.attention_forward.default
+BACKWARD = torch.ops.flash_dmattn.attention_backward.default
+INF, NAN = float("inf"), float("nan")
+
+
+def inputs(**changes: object) -> dict[str, object]:
+    """Sound arguments for B 2, Sq 3, Sk 5, H 4, Hkv 2, D 8, with changes."""
+    sound = {"query": torch.zeros(2, 3, 4, 8), "key": torch.zeros(2, 5, 2, 8), "value": torch.zeros(2, 5, 2, 8)}
+    return sound | changes
+
+
+def bits(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool)
+
+
+BROADCAST = "must broadcast to (B, H or Hkv, Sq, Sk) = (2, 4 or 2, 3, 5)"
+VALUE_ERRORS = {
+    "query rank": ({"query": torch.zeros(3, 4, 8)}, "query must have 4 dimensions; got query (3, 4, 8)"),
+    "query rank 5": ({"query": torch.zeros(1, 2, 3, 4, 8)}, "query must have 1 to 4 dimensions; got query with 5"),
+    "key scalar": ({"key": torch.zeros(())}, "key must have 1 to 4 dimensions; got key with 0 dimensions"),
+    "value rank": ({"value": torch.zeros(2, 5)}, "value must have 4 dimensions; got value (2, 5)"),
+    "query integer": (
+        {"query": torch.zeros(2, 3, 4, 8, dtype=torch.int64)},
+        "query must be float16, bfloat16, float32 or float64; got query int64",
+    ),
+    "query bool": ({"query": bits(2, 3, 4, 8)}, "query must be float16, bfloat16, float32 or float64; got query bool"),
+    "query complex": ({"query": torch.zeros(2, 3, 4, 8, dtype=torch.complex64)}, "got query complex64"),
+    "key dtype": (
+        {"key": torch.zeros(2, 5, 2, 8).half()},
+        "key must have query's dtype; got key float16, query float32",
+    ),
+    "value dtype": (
+        {"value": torch.zeros(2, 5, 2, 8).double()},
+        "value must have query's dtype; got value float64, query float32",
+    ),
+    "head dim 0": (
+        {name: torch.zeros(2, 5, 2, 0) for name in ("query", "key", "value")},
+        "query must have a head dim of 1 to 256; got query (2, 5, 2, 0)",
+    ),
+    "head dim 257": (
+        {name: torch.zeros(2, 5, 2, 257) for name in ("query", "key", "value")},
+        "query must have a head dim of 1 to 256; got query (2, 5, 2, 257)",
+    ),
+    "key batch": (
+        {"key": torch.zeros(3, 5, 2, 8)},
+        "key must have query's batch size; got key (3, 5, 2, 8), query (2, 3, 4, 8)",
+    ),
+    "key head dim": (
+        {"key": torch.zeros(2, 5, 2, 4)},
+        "key must have query's head dim; got key (2, 5, 2, 4), query (2, 3, 4, 8)",
+    ),
+    "value shape": (
+        {"value": torch.zeros(2, 6, 2, 8)},
+        "value must have key's shape; got value (2, 6, 2, 8), key (2, 5, 2, 8)",
+    ),
+    "heads": (
+        {"key": torch.zeros(2, 5, 3, 8), "value": torch.zeros(2, 5, 3, 8)},
+        "query must have a multiple of key's heads; got query (2, 3, 4, 8), key (2, 5, 3, 8)",
+    ),
+    "no key heads": (
+        {"key": torch.zeros(2, 5, 0, 8), "value": torch.zeros(2, 5, 0, 8)},
+        "query must have a multiple of key's heads; got query (2, 3, 4, 8), key (2, 5, 0, 8)",
+    ),
+    "mask dtype": ({"mask": torch.zeros(3, 5)}, "mask must be bool; got mask float32"),
+    "mask integer": ({"mask": torch.zeros(3, 5, dtype=torch.uint8)}, "mask must be bool; got mask uint8"),
+    "mask scalar": ({"mask": bits()}, "mask must have 1 to 4 dimensions; got mask with 0 dimensions"),
+    "mask rank 1": ({"mask": bits(5)}, "mask must have 2, 3 or 4 dimensions; got mask (5)"),
+    "mask batch": ({"mask": bits(3, 1, 3, 5)}, f"mask {BROADCAST}; got mask (3, 1, 3, 5)"),
+    "mask heads": ({"mask": bits(2, 3, 3, 5)}, f"mask {BROADCAST}; got mask (2, 3, 3, 5)"),
+    "mask rows": ({"mask": bits(2, 1, 2, 5)}, f"mask {BROADCAST}; got mask (2, 1, 2, 5)"),
+    "mask keys": ({"mask": bits(2, 1, 3, 4)}, f"mask {BROADCAST}; got mask (2, 1, 3, 4)"),
+    "mask per key": ({"mask": bits(2, 3, 5)}, f"mask {BROADCAST}; got mask (2, 3, 5)"),
+    "mask of rows and keys": ({"mask": bits(5, 3)}, f"mask {BROADCAST}; got mask (5, 3)"),
+    "bias dtype": (
+        {"bias": torch.zeros(3, 5).half()},
+        "bias must have query's dtype or float32; got bias float16, query float32",
+    ),
+    "bias integer": (
+        {"bias": torch.zeros(3, 5, dtype=torch.int64)},
+        "bias must have query's dtype or float32; got bias int64",
+    ),
+    "bias rank": ({"bias": torch.zeros(5)}, "bias must have 2, 3 or 4 dimensions; got bias (5)"),
+    "bias shape": ({"bias": torch.zeros(2, 4, 3, 6)}, f"bias {BROADCAST}; got bias (2, 4, 3, 6)"),
+    "seqlens dtype": ({"seqlens_k": torch.zeros(2, dtype=torch.int64)}, "seqlens_k must be int32; got seqlens_k int64"),
+    "seqlens shape": (
+        {"seqlens_k": torch.zeros(3, dtype=torch.int32)},
+        "seqlens_k must have the shape (B) = (2); got seqlens_k (3)",
+    ),
+    "seqlens rank": (
+        {"seqlens_k": torch.zeros(2, 1, dtype=torch.int32)},
+        "seqlens_k must have 1 dimension; got seqlens_k (2, 1)",
+    ),
+    "scale nan": ({"scale": NAN}, "scale must be finite; got scale nan"),
+    "scale infinite": ({"scale": -INF}, "scale must be finite; got scale -inf"),
+    "scale of an endless integer": ({"scale": 10**400}, "scale must be finite; got scale inf"),
+    "softcap negative": ({"softcap": -1}, "softcap must be finite and not negative; got softcap -1"),
+    "softcap nan": ({"softcap": NAN}, "softcap must be finite and not negative; got softcap nan"),
+    "key device": ({"key": torch.zeros(2, 5, 2, 8, device="meta")}, "got key on meta, query on cpu"),
+    "mask device": ({"mask": bits(3, 5).to("meta")}, "mask must be on query's device; got mask on meta, query on cpu"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("changes", "message"), VALUE_ERRORS.values(), ids=VALUE_ERRORS.keys())
+def test_value_errors(changes: dict, message: str, requires_grad: bool) -> None:
+    arguments = inputs(**changes)
+    if requires_grad:
+        for name in ("query", "key", "value"):
+            if arguments[name].is_floating_point():
+                arguments[name] = arguments[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(**arguments)
+
+
+TYPE_ERRORS = {
+    "query list": ({"query": [[1.0]]}, "query must be a torch.Tensor; got query of type list"),
+    "key none": ({"key": None}, "key must be a torch.Tensor; got key of type NoneType"),
+    "value array": ({"value": np.zeros(3)}, "value must be a torch.Tensor; got value of type ndarray"),
+    "mask list": ({"mask": [True]}, "mask must be a torch.Tensor or None; got mask of type list"),
+    "bias number": ({"bias": 1.0}, "bias must be a torch.Tensor or None; got bias of type float"),
+    "seqlens list": ({"seqlens_k": [3, 5]}, "seqlens_k must be a torch.Tensor or None; got seqlens_k of type list"),
+    "scale text": ({"scale": "0.5"}, "scale must be a number; got scale of type str"),
+    "scale bool": ({"scale": True}, "scale must be a number; got scale of type bool"),
+    "scale tensor": ({"scale": torch.ones(())}, "scale must be a number; got scale of type Tensor"),
+    "scale complex": ({"scale": 1j}, "scale must be a number; got scale of type complex"),
+    "softcap none": ({"softcap": None}, "softcap must be a number; got softcap of type NoneType"),
+    "causal number": ({"is_causal": 1}, "is_causal must be a bool; got is_causal of type int"),
+    "deterministic text": ({"deterministic": "no"}, "deterministic must be a bool; got deterministic of type str"),
+    "return_lse number": ({"return_lse": 1}, "return_lse must be a bool; got return_lse of type int"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), TYPE_ERRORS.values(), ids=TYPE_ERRORS.keys())
+def test_type_errors(changes: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        attention(**inputs(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_mask": [True]}, "attn_mask must be a torch.Tensor or None; got attn_mask of type list"),
+        ({"attn_bias": 0}, "attn_bias must be a torch.Tensor or None; got attn_bias of type int"),
+        ({"softmax_scale": "1"}, "softmax_scale must be a number; got softmax_scale of type str"),
+        ({"return_attn_probs": 1}, "return_attn_probs must be a bool; got return_attn_probs of type int"),
+        ({"is_causal": 0}, "is_causal must be a bool; got is_causal of type int"),
+    ],
+)
+def test_type_errors_under_the_original_names(changes: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        flash_dmattn_func(**inputs(**changes))
+
+
+def test_other_devices_are_named() -> None:
+    with FakeTensorMode():
+        tensor = torch.empty(2, 3, 4, 8, device="cuda")
+        cpu = torch.empty(2, 3, 4, 8)
+        if not torch.cuda.is_available():
+            message = (
+                "query must be on a device that this build has a backend for; got query on cuda:0, .*backends: cpu"
+            )
+            with pytest.raises(ValueError, match=message):
+                attention(tensor, tensor, tensor)
+        with pytest.raises(ValueError, match="value must be on query's device; got value on cuda:0, query on cpu"):
+            attention(cpu, cpu, tensor)
+
+
+def test_backends_by_wrong_names() -> None:
+    with pytest.raises(ValueError, match="backend must be one of cuda, cpu, triton, flex or None; got backend 'tpu'"):
+        flash_dmattn_func_auto("tpu")
+    with pytest.raises(RuntimeError, match=r"backend 'triton' is not available in this build; available are .*cpu"):
+        flash_dmattn_func_auto("triton")
+
+
+@pytest.mark.parametrize("scale", [1, Fraction(1, 2), np.float32(0.5), np.int64(2)])
+def test_every_kind_of_real_number_is_a_scale(scale: object) -> None:
+    query = torch.randn(2, 3, 4, 8)
+    expected = attention(**inputs(query=query, scale=float(scale)))
+    assert torch.equal(attention(**inputs(query=query, scale=scale)), expected)
+
+
+BACKWARD_ERRORS = {
+    "dout shape": (0, torch.zeros(2, 3, 4, 7), "dout must have the shape (B, Sq, H, D) = (2, 3, 4, 8)"),
+    "dout dtype": (0, torch.zeros(2, 3, 4, 8).half(), "dout must be float32; got dout float16"),
+    "dout scalar": (0, torch.zeros(()), "dout must have 1 to 4 dimensions"),
+    "dlse shape": (1, torch.zeros(2, 4, 4), "dlse must have the shape (B, H, Sq) = (2, 4, 3); got dlse (2, 4, 4)"),
+    "dlse dtype": (1, torch.zeros(2, 4, 3).double(), "dlse must be float32; got dlse float64"),
+    "out shape": (8, torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
+    "lse shape": (9, torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
+    "key shape": (3, torch.zeros(2, 5, 2, 4), "key must have query's head dim"),
+}
+
+
+@pytest.mark.parametrize(("position", "tensor", "message"), BACKWARD_ERRORS.values(), ids=BACKWARD_ERRORS.keys())
+def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, message: str) -> None:
+    query, key, value = inputs().values()
+    options = (None, 0.0, False, False)
+    out, lse = FORWARD(query, key, value, None, None, None, *options)
+    arguments = [torch.zeros_like(out), None, query, key, value, None, None, None, out, lse, *options]
+    arguments[position] = tensor
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BACKWARD(*arguments, True, True, True, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_none_for_a_tensor_in_a_direct_call(name: str, device: str) -> None:
+    tensors = [None if other == name else tensor.to(device) for other, tensor in inputs().items()]
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be a"):
+        FORWARD(*tensors, None, None, None, None, 0.0, False, False)
+
+
+# ---- Garbage never crashes the process
+
+DTYPES = st.sampled_from(
+    [torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int32, torch.int64, torch.uint8]
+    + [torch.complex64, torch.float8_e4m3fn, torch.quint8, torch.uint16]
+)
+SIZES = st.lists(st.sampled_from([0, 1, 1, 2, 2, 3, 4, 8]), max_size=5)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, sizes: st.SearchStrategy = SIZES, dtypes: st.SearchStrategy = DTYPES) -> Tensor:
+    """Any shape, dtype, strides and layout."""
+    shape, dtype = draw(sizes), draw(dtypes)
+    if dtype == torch.quint8:
+        return torch.quantize_per_tensor(torch.zeros(shape), 1.0, 0, dtype)
+    tensor = torch.zeros(shape, dtype=dtype)
+    form = draw(st.sampled_from(["plain"] * 4 + ["expanded", "permuted", "sparse", "meta", "offset"]))
+    if form == "expanded":
+        return torch.zeros([1] * len(shape), dtype=dtype).expand(shape)
+    if form == "permuted":
+        return tensor.permute(draw(st.permutations(range(len(shape)))))
+    if form == "offset":
+        return torch.zeros([*shape, 3], dtype=dtype)[..., 1]
+    if form == "meta":
+        return tensor.to("meta")
+    return tensor.to_sparse() if form == "sparse" and dtype == torch.float32 and shape else tensor
+
+
+def right(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> st.SearchStrategy:
+    return st.just(torch.zeros(shape, dtype=dtype))
+
+
+NUMBERS = st.one_of(st.none(), st.floats(), st.integers(), st.booleans(), st.text(max_size=3), st.just(10**400))
+FLAGS = st.one_of(st.none(), st.integers(), st.text(max_size=3))
+OBJECTS = st.one_of(st.none(), st.integers(), st.lists(st.booleans(), max_size=2))
+SOUND = {
+    "query": right((2, 3, 4, 8)),
+    "key": right((2, 5, 2, 8)),
+    "value": right((2, 5, 2, 8)),
+    "mask": st.one_of(st.none(), right((2, 2, 5), torch.bool), right((1, 4, 3, 1), torch.bool)),
+    "bias": st.one_of(st.none(), right((2, 1, 3, 5)), right((3, 5))),
+    "seqlens_k": st.one_of(st.none(), right((2,), torch.int32)),
+    "scale": st.one_of(st.none(), st.floats(-2, 2)),
+    "softcap": st.floats(0, 2),
+    "is_causal": st.booleans(),
+    "deterministic": st.booleans(),
+}
+GARBAGE = {name: st.one_of(tensors(), tensors(), OBJECTS) for name in list(SOUND)[:6]} | {
+    "scale": NUMBERS,
+    "softcap": NUMBERS,
+    "is_causal": FLAGS,
+    "deterministic": FLAGS,
+}
+
+
+@st.composite
+def mostly_sound(draw: st.DrawFn, sound: dict, garbage: dict) -> dict[str, object]:
+    """Sound arguments of which a few are replaced by garbage, so that every rule has its turn."""
+    wrong = draw(st.sets(st.sampled_from(list(garbage)), max_size=2))
+    return {name: draw(garbage[name] if name in wrong else strategy) for name, strategy in sound.items()}
+
+
+@given(mostly_sound(SOUND, GARBAGE), st.booleans())
+def test_garbage_raises_documented_errors_only(arguments: dict, requires_grad: bool) -> None:
+    if requires_grad:
+        for name in ("query", "key", "value", "bias"):
+            if isinstance(arguments[name], Tensor) and arguments[name].dtype.is_floating_point:
+                arguments[name] = arguments[name].detach().requires_grad_()
+    try:
+        out, lse = attention(**arguments, return_lse=True)
+        if out.requires_grad and not out.is_meta:
+            (out.sum() + lse.sum()).backward()
+    except (ValueError, TypeError, RuntimeError):
+        event("refused")
+        return
+    event("accepted")
+    query = arguments["query"]
+    assert out.shape == query.shape and out.dtype == query.dtype
+    assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
+
+
+NEEDS = {f"needs_{name}": st.booleans() for name in ("dquery", "dkey", "dvalue", "dbias")}
+SOUND_BACKWARD = (
+    SOUND
+    | NEEDS
+    | {
+        "dout": right((2, 3, 4, 8)),
+        "dlse": st.one_of(st.none(), right((2, 4, 3))),
+        "out": right((2, 3, 4, 8)),
+        "lse": right((2, 4, 3)),
+    }
+)
+GARBAGE_BACKWARD = GARBAGE | {name: tensors() for name in ("dout", "dlse", "out", "lse")}
+
+
+@given(mostly_sound(SOUND_BACKWARD, GARBAGE_BACKWARD))
+def test_garbage_to_the_backward_operator(arguments: dict) -> None:
+    try:
+        gradients = BACKWARD(**arguments)
+    except (ValueError, TypeError, RuntimeError):
+        event("refused")
+        return
+    event("accepted")
+    for name, gradient in zip(("query", "key", "value", "bias"), gradients, strict=True):
+        assert gradient.shape == (arguments[name].shape if arguments[f"needs_d{name}"] else (0,))

@@ -1,0 +1,168 @@
+"""The example: the command trains, stops, resumes and draws; its model is what its text says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from language_model.model import LanguageModel, ModelConfig, select_keys  # noqa: E402
+from language_model.text import load_text  # noqa: E402
+
+STEPS = 100
+PAUSE = 35
+TINY = ["--context", "64", "--window", "16", "--batch-size", "8", "--layers", "2", "--width", "32", "--sample", "20"]
+TINY += ["--max-bytes", "2000000", "--checkpoint-every", "20", "--learning-rate", "0.01"]
+OUTPUTS = ["checkpoint.pt", "loss.png", "sample.txt", "summary.json", "visible_keys.png"]
+
+
+def run_example(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "train_language_model.py"), "--output", str(output), *TINY, *flags]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def summary_of(output: Path) -> dict[str, object]:
+    return json.loads((output / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that was never interrupted: its output directory and what it printed."""
+    output = tmp_path_factory.mktemp("whole")
+    result = run_example(output, "--steps", str(STEPS))
+    assert result.returncode == 0, result.stderr
+    return output, result.stdout
+
+
+def test_loss_falls_below_unigram_entropy(finished: tuple[Path, str]) -> None:
+    output, printed = finished
+    summary = summary_of(output)
+    losses, unigram = summary["train_bits_per_byte"], summary["unigram_bits_per_byte"]
+    assert len(losses) == STEPS
+    assert 3.5 < unigram < 6  # bits per byte of program text
+    assert losses[0] > 7  # an untrained model knows nothing: about 8 bits
+    assert sum(losses[-10:]) / 10 < unigram - 0.4
+    assert summary["validation_bits_per_byte"] < unigram - 0.4
+    assert f"{unigram:.3f}" in printed and f"{summary['validation_bits_per_byte']:.3f}" in printed
+
+
+def test_writes_pictures_and_sample(finished: tuple[Path, str]) -> None:
+    output, printed = finished
+    assert sorted(path.name for path in output.iterdir()) == OUTPUTS
+    for picture in ("loss.png", "visible_keys.png"):
+        content = (output / picture).read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) > 10_000
+    assert len((output / "sample.txt").read_bytes()) >= 32 + 20  # half a context as the prompt, then the sample
+    assert "the model continues" in printed
+
+
+def test_resumed_run_equals_uninterrupted_one(finished: tuple[Path, str], tmp_path: Path) -> None:
+    paused = run_example(tmp_path, "--steps", str(STEPS), "--pause-at", str(PAUSE))
+    assert paused.returncode == 0, paused.stderr
+    assert f"Paused at step {PAUSE} of {STEPS}" in paused.stdout
+    resumed = run_example(tmp_path, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    expected, actual = summary_of(finished[0]), summary_of(tmp_path)
+    torch.testing.assert_close(actual["train_bits_per_byte"], expected["train_bits_per_byte"], rtol=1e-3, atol=1e-3)
+    assert actual["validation_bits_per_byte"] == pytest.approx(expected["validation_bits_per_byte"], rel=1e-3)
+
+
+def test_resume_refuses_what_it_cannot_honour(finished: tuple[Path, str], tmp_path: Path) -> None:
+    nothing = run_example(tmp_path, "--resume")
+    assert nothing.returncode != 0 and "there is no" in nothing.stderr
+    other = run_example(finished[0], "--resume", "--steps", "41")
+    assert other.returncode != 0 and f"began with steps {STEPS}, not 41" in other.stderr
+
+
+def test_bad_settings_are_explained(tmp_path: Path) -> None:
+    for flags, message in (
+        (["--width", "20"], "error: width must be a multiple of 8, twice the heads; got 20"),
+        (["--text", str(tmp_path / "missing")], "missing does not exist"),
+        (["--steps", "0"], "must be at least 1, got 0"),
+    ):
+        result = run_example(tmp_path, *flags)
+        assert result.returncode != 0 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_trains_under_autocast(tmp_path: Path) -> None:
+    result = run_example(tmp_path, "--steps", "10", "--dtype", "bfloat16")
+    assert result.returncode == 0, result.stderr
+    losses = summary_of(tmp_path)["train_bits_per_byte"]
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("window", [1, 7, 40])
+def test_select_keys_keeps_the_best_of_each_prefix(window: int) -> None:
+    keys = 40
+    score = torch.randint(0, 5, (2, 3, keys)).float()  # many ties: the newest key wins
+    mask = select_keys(score, window, rows=keys)
+    if window >= keys:
+        assert mask is None
+        return
+    for batch, head, row in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(keys)).tolist():
+        seen = range(row + 1)
+        best = sorted(seen, key=lambda key: (score[batch, head, key].item(), key))[-window:]
+        assert [key for key in seen if mask[batch, head, row, key]] == sorted(best)
+    assert torch.equal(select_keys(score, window, rows=3), mask[:, :, -3:])
+
+
+def small_model() -> LanguageModel:
+    model = LanguageModel(ModelConfig(layers=2, width=32, window=8))
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.key_bias.strength)  # away from 0, where all scores are equal
+    return model
+
+
+def test_cached_steps_equal_one_pass() -> None:
+    model, tokens = small_model(), torch.randint(0, 256, (2, 40))
+    whole = model(tokens)
+    caches = model.empty_caches()
+    parts = [model(tokens[:, :25], caches)] + [model(tokens[:, row : row + 1], caches) for row in range(25, 40)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_no_position_sees_the_future() -> None:
+    model, tokens = small_model(), torch.randint(0, 256, (1, 40))
+    changed = tokens.clone()
+    changed[:, 30:] = (tokens[:, 30:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :30], before[:, :30], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(after[:, 30:], before[:, 30:], atol=1e-2)
+
+
+def test_loss_teaches_the_key_scores() -> None:
+    model = small_model()
+    model(torch.randint(0, 256, (1, 40))).square().mean().backward()
+    for block in model.blocks:
+        for parameter in block.attention.key_bias.parameters():
+            assert parameter.grad.abs().sum() > 0
+
+
+def test_text_must_exist_and_suffice(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        load_text(str(tmp_path / "missing"), 1000, context=8)
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(ValueError, match="too few"):
+        load_text(str(short), 1000, context=8)
+
+
+def test_text_is_the_same_every_time(tmp_path: Path) -> None:
+    for name in ("b.py", "a.py", "tests/skipped.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n" * 20)
+    first, second = (load_text(str(tmp_path), 10_000, context=4) for _ in range(2))
+    assert torch.equal(first.train, second.train)
+    content = bytes(torch.cat([first.train, first.validation]).tolist()).decode()
+    assert sorted(set(content.splitlines())) == ["# a.py", "# b.py"]
+    (inputs, targets), again = first.train_batch(3, 2, 8, seed=0), second.train_batch(3, 2, 8, seed=0)
+    assert torch.equal(inputs, again[0]) and torch.equal(inputs[:, 1:], targets[:, :-1])

@@ -1,0 +1,455 @@
+"""The operators as PyTorch sees them: registration, gradients, compilation, autocast."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from cases import make_case
+from flash_dmattn import _library, attention
+from oracle import Case, reference
+from torch import Tensor
+from torch.func import jvp
+from torch.library import opcheck
+
+FORWARD = torch.ops.flash_dmattn.attention_forward.default
+BACKWARD = torch.ops.flash_dmattn.attention_backward.default
+FORMS = [  # shapes of a mask or bias for B 2, H 4, Hkv 2, Sq 5, Sk 7
+    (2, 4, 5, 7),
+    (1, 2, 5, 7),
+    (2, 1, 1, 7),
+    (1, 4, 5, 1),
+    (2, 2, 7),
+    (1, 1, 7),
+    (5, 7),
+    (1, 7),
+    (1, 1, 1, 1),
+]
+
+
+def small_case(**options: object) -> Case:
+    settings = {"batch": 2, "heads": 4, "key_heads": 2, "rows": 5, "keys": 7, "head_dim": 4, "dtype": torch.float64}
+    return make_case(**(settings | options))
+
+
+def leaves_of(case: Case) -> list[Tensor]:
+    return [t.requires_grad_() for t in (case.query, case.key, case.value, case.bias) if t is not None]
+
+
+def call(case: Case, **others: object) -> tuple[Tensor, Tensor]:
+    settings = {"mask": case.mask, "bias": case.bias, "return_lse": True} | case.options | others
+    return attention(case.query, case.key, case.value, **settings)
+
+
+def forward_arguments(case: Case) -> tuple[object, ...]:
+    options = case.options
+    return (
+        *(case.query, case.key, case.value, case.mask, case.bias, options.get("seqlens_k"), options.get("scale")),
+        *(options.get("softcap", 0.0), options.get("is_causal", False), False),
+    )
+
+
+def backward_arguments(case: Case, *needs: bool) -> tuple[object, ...]:
+    *tensors, scale, softcap, is_causal, deterministic = forward_arguments(case)
+    out, lse = FORWARD(*forward_arguments(case))
+    settings = (scale, softcap, is_causal, deterministic)
+    return (case.dout, case.dlse, *tensors, out.detach(), lse.detach(), *settings, *needs)
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+
+
+# ---- Registration
+
+OPCHECK_CASES = {
+    "plain": {},
+    "everything": {"mask": (2, 1, 5, 7), "bias": (1, 2, 5, 7), "softcap": 2.0, "is_causal": True, "scale": 0.3},
+    "per_key": {"bias": (2, 2, 7), "seqlens_k": torch.tensor([7, 3], dtype=torch.int32)},
+    "float32": {"dtype": torch.float32, "bias": (5, 7)},
+    "bfloat16_float32_bias": {"dtype": torch.bfloat16, "bias": (5, 7), "bias_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("options", OPCHECK_CASES.values(), ids=OPCHECK_CASES.keys())
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_forward(options: dict, requires_grad: bool) -> None:
+    case = small_case(**options)
+    if requires_grad:
+        leaves_of(case)
+    # Low precision differs between the traced and the eager graph by rounding of the sums only.
+    tolerance = {} if case.query.dtype == torch.float64 else {"atol": 2e-2, "rtol": 2e-2}
+    opcheck(FORWARD, forward_arguments(case), **tolerance)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True, True), (False, True, False, False), (False, False, False, True)])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_opcheck_backward(needs: tuple[bool, ...], with_dlse: bool) -> None:
+    case = small_case(mask=(1, 1, 5, 7), bias=(1, 2, 1, 7), with_dlse=with_dlse)
+    # Not test_aot_dispatch_dynamic, which differentiates: a second derivative is refused.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(BACKWARD, backward_arguments(case, *needs), test_utils=utils)
+
+
+def test_gradients_not_asked_for_are_not_computed() -> None:
+    case = small_case(bias=(5, 7))
+    for needs in itertools.product([False, True], repeat=4):
+        gradients = BACKWARD(*backward_arguments(case, *needs))
+        assert [gradient.numel() > 0 for gradient in gradients] == list(needs)
+    case.bias = None
+    with pytest.raises(ValueError, match="needs_dbias needs a bias; got no bias"):
+        BACKWARD(*backward_arguments(case, False, False, False, True))
+
+
+def test_results_share_no_memory() -> None:
+    case = small_case(bias=(5, 7))
+    arguments = backward_arguments(case, True, True, True, True)
+    tensors = [t for t in (*arguments, *FORWARD(*forward_arguments(case)), *BACKWARD(*arguments)) if torch.is_tensor(t)]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    assert len(set(addresses)) == len(addresses)
+
+
+# ---- Gradients
+
+
+@pytest.mark.parametrize("mask", [None, (2, 1, 5, 7), (2, 2, 7)], ids=str)
+@pytest.mark.parametrize("bias", [None, *FORMS], ids=str)
+def test_gradcheck(mask: tuple | None, bias: tuple | None) -> None:
+    case = small_case(mask=mask, bias=bias, density=0.7, is_causal=bias == (5, 7), softcap=1.5 if mask else 0.0)
+
+    def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, lse = attention(query, key, value, mask=case.mask, bias=bias, return_lse=True, **case.options)
+        return out, lse.masked_fill(lse.isinf(), 0.0)
+
+    assert torch.autograd.gradcheck(function, leaves_of(case), fast_mode=True)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_only_needed_inputs_get_gradients(needs: tuple[bool, ...]) -> None:
+    case = small_case(bias=(1, 2, 5, 7), mask=(5, 7), is_causal=True)
+    expected = reference(case)
+    leaves = leaves_of(case)
+    for leaf, needed in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(needed)
+    out, lse = call(case)
+    assert out.requires_grad == lse.requires_grad == any(needs)
+    if any(needs):
+        out.backward(case.dout)
+    for leaf, needed, name in zip(leaves, needs, ("dquery", "dkey", "dvalue", "dbias"), strict=True):
+        assert (leaf.grad is not None) == needed
+        if needed:
+            assert_close(leaf.grad, expected[name].value)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4))[1:], ids=str)
+def test_gradients_that_nobody_needs_are_not_asked_for(
+    needs: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def record(*arguments: object) -> tuple[Tensor, ...]:
+        asked.append((arguments[1], *arguments[-4:]))
+        return BACKWARD(*arguments)
+
+    monkeypatch.setattr(_library, "_backward_op", record)
+    case = small_case(bias=(5, 7))
+    for leaf, needed in zip(leaves_of(case), needs, strict=True):
+        leaf.requires_grad_(needed)
+    call(case)[0].sum().backward()
+    assert asked == [(None, *needs)]  # nor is there a gradient for the unused lse
+
+
+def test_gradient_through_lse_alone() -> None:
+    case = small_case(bias=(2, 4, 5, 7), with_dlse=True)
+    case.dout.zero_()
+    expected = reference(case)
+    leaves = leaves_of(case)
+    gradients = torch.autograd.grad(call(case)[1], leaves, case.dlse)
+    for gradient, name in zip(gradients, ("dquery", "dkey", "dvalue", "dbias"), strict=True):
+        assert_close(gradient, expected[name].value)
+
+
+@pytest.mark.parametrize("shape", FORMS, ids=str)
+def test_bias_gradient_has_the_bias_own_shape(shape: tuple[int, ...]) -> None:
+    case = small_case(bias=shape)
+    expected = reference(case)["dbias"].value
+    case.bias.requires_grad_()
+    call(case)[0].backward(case.dout)
+    assert case.bias.grad.shape == shape
+    assert_close(case.bias.grad, expected)
+
+
+def test_expanded_bias_gradient_reaches_the_unexpanded_one() -> None:
+    case = small_case(bias=(1, 1, 1, 7))
+    expected = reference(case)["dbias"].value
+    leaf = case.bias.requires_grad_()
+    case.bias = leaf.expand(2, 4, 5, 7)
+    call(case)[0].backward(case.dout)
+    assert_close(leaf.grad, expected)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda dout: dout.sum().expand(dout.shape),
+        lambda dout: dout[..., :1].expand(dout.shape),
+        lambda dout: dout.mT.contiguous().mT,
+        lambda dout: dout.transpose(0, 1).contiguous().transpose(0, 1),
+    ],
+    ids=["one number", "expanded D", "strided D", "strided B"],
+)
+def test_output_gradient_of_any_strides(view: Callable[[Tensor], Tensor]) -> None:
+    case = small_case()
+    case.dout = view(case.dout)
+    expected = reference(case)
+    leaves = leaves_of(case)
+    gradients = torch.autograd.grad(call(case)[0], leaves, case.dout)
+    for gradient, name in zip(gradients, ("dquery", "dkey", "dvalue"), strict=True):
+        assert_close(gradient, expected[name].value)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_head_dim_of_any_stride(name: str) -> None:
+    case = small_case(bias=(5, 7))
+    expected = reference(case)
+    tensor = getattr(case, name)
+    strided = torch.empty(*tensor.shape, 3, dtype=tensor.dtype)[..., 1]
+    strided.copy_(tensor)
+    setattr(case, name, strided.requires_grad_())
+    out, _ = call(case)
+    assert_close(out.detach(), expected["out"].value)
+    out.backward(case.dout)
+    assert_close(strided.grad, expected[f"d{name}"].value)
+
+
+def test_negative_and_conjugate_views() -> None:
+    case = small_case()
+    expected = reference(case)["out"].value
+    minus = torch.complex(torch.zeros_like(case.query), -case.query).conj().imag
+    assert minus.is_neg()
+    assert_close(attention(minus, case.key, case.value), expected)
+
+
+def test_second_derivative_is_refused() -> None:
+    case = small_case(bias=(5, 7))
+    for leaf in leaves_of(case):
+        (gradient,) = torch.autograd.grad(call(case)[0].square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"no second derivative.*attention_backward"):
+            gradient.sum().backward()
+
+
+def test_second_derivative_is_refused_when_the_loss_reaches_the_input_another_way() -> None:
+    case = small_case()
+    (query, *_) = leaves_of(case)
+    (gradient,) = torch.autograd.grad(call(case)[0].sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (gradient.sum() + query.square().sum()).backward()
+
+
+def test_unused_second_derivative_does_no_harm() -> None:
+    case = small_case()
+    expected = reference(case)["dquery"].value
+    query = case.query.requires_grad_()
+    (gradient,) = torch.autograd.grad(call(case)[0], query, case.dout, create_graph=True)
+    assert_close(gradient.detach(), expected)
+
+
+def test_forward_mode_is_refused() -> None:
+    case = small_case()
+    with pytest.raises(RuntimeError, match=r"no forward-mode derivative \(jvp\), but key carries a tangent"):
+        jvp(lambda key: attention(case.query, key, case.value), (case.key,), (case.key,))
+    with torch.autograd.forward_ad.dual_level():
+        bias = torch.autograd.forward_ad.make_dual(torch.zeros(5, 7).double(), torch.ones(5, 7).double())
+        with pytest.raises(RuntimeError, match="bias carries a tangent"):
+            attention(case.query, case.key, case.value, bias=bias)
+        assert attention(case.query, case.key, case.value).shape == case.query.shape
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_recorded(mode: Callable) -> None:
+    case = small_case(bias=(5, 7))
+    expected = reference(case)["out"].value
+    leaves_of(case)
+    with mode():
+        out, lse = call(case)
+    assert not out.requires_grad and not lse.requires_grad
+    assert_close(out, expected)
+
+
+# ---- deterministic
+
+
+@pytest.fixture
+def recorded_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """The deterministic argument of every forward call."""
+    flags = []
+
+    def record(*arguments: object) -> tuple[Tensor, Tensor]:
+        flags.append(arguments[9])
+        return FORWARD(*arguments)
+
+    monkeypatch.setattr(_library, "_forward_op", record)
+    yield flags
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_follows_torch(recorded_flags: list[bool]) -> None:
+    case = small_case()
+    call(case)
+    torch.use_deterministic_algorithms(True)
+    call(case)
+    call(case, deterministic=False)
+    torch.use_deterministic_algorithms(False)
+    call(case, deterministic=True)
+    assert recorded_flags == [False, True, False, True]
+
+
+# ---- torch.compile
+
+
+class CountingBackend:
+    """Counts how often torch.compile compiles."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.count += 1
+        return aot_eager(graph, inputs)
+
+
+@pytest.fixture
+def backend() -> Iterator[CountingBackend]:
+    torch._dynamo.reset()
+    yield CountingBackend()
+    torch._dynamo.reset()
+
+
+def with_gradients(function: Callable[[Case], tuple[Tensor, Tensor]], case: Case) -> list[Tensor]:
+    leaves = leaves_of(case)
+    out, lse = function(case)
+    loss = (out * case.dout).sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("mask", ["full", "row", "key", "per_key", "one"])
+def test_compiles_once_for_all_lengths(backend: CountingBackend, mask: str) -> None:
+    @torch.compile(fullgraph=True, backend=backend)
+    def compiled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, seqlens_k: Tensor):
+        settings = {"mask": mask, "bias": bias, "seqlens_k": seqlens_k, "is_causal": True, "return_lse": True}
+        return attention(query, key, value, **settings)
+
+    sizes = [(2, 5, 7), (3, 6, 9), (4, 7, 8), (5, 9, 16), (6, 4, 4), (2, 3, 17)]
+    for batch, rows, keys in sizes:
+        shapes = {"full": (batch, 4, rows, keys), "row": (1, 1, rows, 1), "key": (batch, 1, 1, keys)}
+        shape = (shapes | {"per_key": (batch, 2, keys), "one": (1, 1, 1, 1)})[mask]
+        bias = (1, 2, rows, keys)
+        seqlens_k = torch.randint(1, keys, (batch,), dtype=torch.int32)
+        case = small_case(batch=batch, rows=rows, keys=keys, mask=shape, bias=bias, density=0.8)
+
+        def run(case: Case, function: Callable, seqlens_k: Tensor = seqlens_k) -> tuple[Tensor, Tensor]:
+            return function(case.query, case.key, case.value, case.mask, case.bias, seqlens_k)
+
+        def eager(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+            names = ("mask", "bias", "seqlens_k")
+            named = dict(zip(names, arguments[3:], strict=True))
+            return attention(*arguments[:3], **named, is_causal=True, return_lse=True)
+
+        results = with_gradients(lambda case, run=run: run(case, compiled), case)
+        expected = with_gradients(lambda case, run=run, eager=eager: run(case, eager), case)
+        for result, other in zip(results, expected, strict=True):
+            assert_close(result, other)
+    assert backend.count <= 2  # the first with fixed sizes, the second for every size
+
+
+def test_compiles_with_inductor() -> None:
+    torch._dynamo.reset()
+    case = small_case(bias=(1, 2, 5, 7), is_causal=True)
+    compiled = torch.compile(lambda query, key, value, bias: call(Case(query, key, value, case.dout, bias=bias)))
+
+    def run(case: Case) -> tuple[Tensor, Tensor]:
+        return compiled(case.query * 2, case.key, case.value, case.bias.exp())
+
+    def eager(case: Case) -> tuple[Tensor, Tensor]:
+        return call(Case(case.query * 2, case.key, case.value, case.dout, bias=case.bias.exp()))
+
+    for result, other in zip(with_gradients(run, case), with_gradients(eager, case), strict=True):
+        assert_close(result, other)
+    torch._dynamo.reset()
+
+
+def test_compiled_errors_stay_value_errors(backend: CountingBackend) -> None:
+    case = small_case()
+    compiled = torch.compile(attention, fullgraph=True, backend=backend)
+    with pytest.raises(ValueError, match=r"key must have query's head dim; got key \(2, 7, 2, 3\)"):
+        compiled(case.query, case.key[..., :3], case.value)
+
+
+def test_compiled_follows_the_deterministic_flag(backend: CountingBackend) -> None:
+    case = small_case()
+    compiled = torch.compile(attention, fullgraph=True, backend=backend)
+    compiled(case.query, case.key, case.value)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compiled(case.query, case.key, case.value)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert backend.count == 2  # one graph for each value of the flag
+
+
+def test_exports_with_a_dynamic_length() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, query: Tensor, mask: Tensor) -> Tensor:
+            return attention(query, query, query, mask=mask.expand(-1, 4, query.shape[1], query.shape[1]))
+
+    length = torch.export.Dim("length", min=2, max=64)
+    shapes = ({1: length}, {3: length})
+    example = (torch.randn(2, 5, 4, 8).double(), torch.rand(2, 1, 1, 5) < 0.7)
+    program = torch.export.export(Model(), example, dynamic_shapes=shapes)
+    other = (torch.randn(2, 9, 4, 8).double(), torch.rand(2, 1, 1, 9) < 0.7)
+    assert_close(program.module()(*other), Model()(*other))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    out, lse = attention(*(torch.empty(2, 3, 4, 8, device="meta", dtype=torch.half),) * 3, return_lse=True)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 3, 4, 8), torch.half, "meta")
+    assert (lse.shape, lse.dtype) == ((2, 4, 3), torch.float32)
+
+
+# ---- Autocast
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_inputs_but_not_a_float32_bias(dtype: torch.dtype, compiled: bool) -> None:
+    def run(case: Case) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=dtype):
+            return call(case)
+
+    torch._dynamo.reset()
+    case = small_case(dtype=torch.float32, bias=(5, 7), mask=(5, 7))
+    low = [tensor.to(dtype) for tensor in (case.query, case.key, case.value)]
+    expected = attention(*low, bias=case.bias, mask=case.mask)
+    leaves = leaves_of(case)
+    out, lse = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(case)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert torch.equal(out.detach(), expected)
+    out.backward(case.dout.to(dtype))
+    assert [leaf.grad.dtype for leaf in leaves] == [torch.float32] * 4
+    torch._dynamo.reset()
+
+
+def test_autocast_of_mixed_types() -> None:
+    case = small_case(dtype=torch.float32, bias=(5, 7), bias_dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(case.query.half(), case.key, case.value.bfloat16(), bias=case.bias)
+        double = attention(case.query.double(), case.key.double(), case.value.double())
+        off = attention(*(tensor.float() for tensor in (case.query, case.key, case.value)))
+    assert out.dtype == off.dtype == torch.bfloat16
+    assert double.dtype == torch.float64  # as torch's own operators
+    with torch.autocast("cpu", enabled=False):
+        assert attention(case.query, case.key, case.value).dtype == torch.float32
