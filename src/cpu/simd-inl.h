@@ -104,10 +104,10 @@ HWY_INLINE Vec scale_unless_tiny(Vec v, Vec n, Vec x) {
 #if HWY_TARGET == HWY_AVX3
   return Vec{_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.raw, tiniest.raw, _CMP_NLT_UQ), v.raw, n.raw)};
 #else
+  // By a product, so that NaN stays NaN whatever integer it converts to.
   const hn::RebindToSigned<FloatTag> words;
-  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(words, n));
-  const Vec scaled = hn::BitCast(kFloats, hn::Add(hn::BitCast(words, v), exponent));
-  return hn::IfThenZeroElse(hn::Lt(x, tiniest), scaled);
+  const auto exponent = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(words, n), hn::Set(words, 127)));
+  return hn::IfThenZeroElse(hn::Lt(x, tiniest), hn::Mul(v, hn::BitCast(kFloats, exponent)));
 #endif
 }
 
