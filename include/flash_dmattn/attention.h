@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "flash_dmattn/executor.h"
+#include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
 #include "flash_dmattn/tensor.h"
 
@@ -28,6 +29,9 @@ struct AttentionInputs {
   TensorView bias;
   // Optional. int32 (B): only the first seqlens_k[b] keys of batch element b exist (clamped to [0, Sk]).
   TensorView seqlens_k;
+  // Optional: one interval of query rows per key, as select_keys makes them. A score must be visible by
+  // the intervals and by the mask.
+  KeyIntervals intervals{};
 };
 
 struct AttentionOptions {

@@ -1,8 +1,7 @@
 #include "flash_dmattn/attention.h"
 
-#include <new>
-
 #include "api/validate.h"
+#include "api/workspace.h"
 #include "cpu/backend.h"
 
 namespace flash_dmattn {
@@ -27,15 +26,6 @@ std::size_t backward_bytes(const BackwardProblem& problem, const Executor& execu
   return internal::cpu::backward_workspace(problem, executor);
 }
 
-Status check_workspace(const void* workspace, std::size_t bytes, std::size_t needed) {
-  if (needed == 0) return Status();
-  const bool aligned = reinterpret_cast<std::uintptr_t>(workspace) % 64 == 0;
-  if (workspace != nullptr && aligned && bytes >= needed) return Status();
-  return Status::invalid(
-      "workspace", "must hold " + std::to_string(needed) + " bytes, aligned to 64",
-      workspace == nullptr ? "null" : std::to_string(bytes) + " bytes" + (aligned ? "" : ", not aligned"));
-}
-
 // Zeroes a contiguous (B, S, heads, D) tensor.
 void clear(const internal::TokenView& view, std::int64_t elements, DType dtype) {
   if (view.defined()) __builtin_memset(view.data, 0, static_cast<std::size_t>(elements) * size_of(dtype));
@@ -48,21 +38,6 @@ void clear_gradients(const BackwardProblem& problem) {
   const internal::BroadcastView& dbias = problem.dbias;
   clear({dbias.data}, dbias.batches * dbias.heads * dbias.rows * dbias.keys, dbias.dtype);
 }
-
-// Scratch memory for the duration of one call.
-class OwnWorkspace {
- public:
-  explicit OwnWorkspace(std::size_t bytes)
-      : memory_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{64}, std::nothrow)) {}
-  ~OwnWorkspace() { ::operator delete(memory_, std::align_val_t{64}); }
-  OwnWorkspace(const OwnWorkspace&) = delete;
-  OwnWorkspace& operator=(const OwnWorkspace&) = delete;
-
-  void* get() const { return memory_; }
-
- private:
-  void* memory_;
-};
 
 }  // namespace
 
@@ -94,7 +69,7 @@ Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& 
     internal::cpu::forward_fp64(problem, executor, context.counters);
     return Status();
   }
-  Status status = check_workspace(workspace, workspace_bytes, forward_bytes(problem, executor));
+  Status status = internal::check_workspace(workspace, workspace_bytes, forward_bytes(problem, executor));
   if (status.ok()) internal::cpu::forward(problem, workspace, executor, context.counters);
   return status;
 }
@@ -115,7 +90,7 @@ Status attention_backward(const AttentionInputs& inputs, const AttentionCotangen
     internal::cpu::backward_fp64(problem, executor, context.counters);
     return Status();
   }
-  Status status = check_workspace(workspace, workspace_bytes, backward_bytes(problem, executor));
+  Status status = internal::check_workspace(workspace, workspace_bytes, backward_bytes(problem, executor));
   if (status.ok()) internal::cpu::backward(problem, workspace, executor, context.counters);
   return status;
 }
@@ -124,7 +99,7 @@ Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& 
                          const AttentionOutputs& outputs, const AttentionContext& context) {
   std::size_t bytes = 0;
   if (Status status = attention_forward_workspace(inputs, options, context, &bytes); !status.ok()) return status;
-  const OwnWorkspace workspace(bytes);
+  const internal::OwnWorkspace workspace(bytes);
   return attention_forward(inputs, options, outputs, workspace.get(), bytes, context);
 }
 
@@ -134,7 +109,7 @@ Status attention_backward(const AttentionInputs& inputs, const AttentionCotangen
   std::size_t bytes = 0;
   Status status = attention_backward_workspace(inputs, cotangents, options, gradients, context, &bytes);
   if (!status.ok()) return status;
-  const OwnWorkspace workspace(bytes);
+  const internal::OwnWorkspace workspace(bytes);
   return attention_backward(inputs, cotangents, options, gradients, workspace.get(), bytes, context);
 }
 

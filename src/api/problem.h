@@ -37,7 +37,9 @@ struct AttentionProblem {
   DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
   std::int64_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0, head_dim = 0;
   TokenView query, key, value;
-  BroadcastView mask, bias;               // data null: none
+  BroadcastView mask, bias;  // data null: none
+  // int32 per key (row stride 0), both or neither; data null: none.
+  BroadcastView interval_begin, interval_end;
   const std::int32_t* seqlens = nullptr;  // null: every key exists
   std::int64_t seqlens_stride = 0;
   double scale = 1.0, softcap = 0.0;

@@ -15,6 +15,7 @@ using Dims = std::array<std::int64_t, TensorView::kMaxRank>;
 
 constexpr std::int64_t kMaxBytes = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kMaxHeadDim = 256;
+constexpr std::int64_t kMaxLength = std::numeric_limits<std::int32_t>::max();  // plans list keys as int32
 
 enum class Layout { kAny, kUnitHeadDim, kContiguous };
 
@@ -155,6 +156,15 @@ Status check_all(std::initializer_list<Expected> table) {
   return {};
 }
 
+bool is_floating(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
+Status check_length(const char* name, const TensorView& view, std::int64_t length) {
+  if (length <= kMaxLength) return {};
+  return Status::invalid(name, "must have fewer than 2^31 positions", show(name, view));
+}
+
 // ---- The inputs together.
 
 Status check_tokens(const AttentionInputs& inputs) {
@@ -166,7 +176,7 @@ Status check_tokens(const AttentionInputs& inputs) {
   } tokens[] = {{"query", &query}, {"key", &inputs.key}, {"value", &inputs.value}};
   for (const auto& [name, view] : tokens) {
     if (Status status = check_rank(name, *view, 4, 4); !status.ok()) return status;
-    if (dtype != DType::kFloat32 && dtype != DType::kFloat64 && dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
+    if (!is_floating(dtype)) {
       return Status::invalid("query", "must be float16, bfloat16, float32 or float64", show_dtype("query", dtype));
     }
     if (view->dtype != dtype) {
@@ -195,6 +205,8 @@ Status check_sizes(const AttentionInputs& inputs) {
   if (value.shape != key.shape) {
     return Status::invalid("value", "must have key's shape", both("value", value, "key", key));
   }
+  if (Status status = check_length("query", query, query.shape[1]); !status.ok()) return status;
+  if (Status status = check_length("key", key, key.shape[1]); !status.ok()) return status;
   const std::int64_t heads = query.shape[2], key_heads = key.shape[2];
   if (key_heads == 0 ? heads != 0 : heads % key_heads != 0) {
     return Status::invalid("query", "must have a multiple of key's heads", both("query", query, "key", key));
@@ -255,6 +267,26 @@ Status read_mask(const TensorView& mask, AttentionProblem* problem) {
   if (mask.dtype != DType::kBool) return Status::invalid("mask", "must be bool", show_dtype("mask", mask.dtype));
   if (Status status = check_memory("mask", mask, Layout::kAny); !status.ok()) return status;
   return make_broadcast("mask", mask, *problem, &problem->mask);
+}
+
+// Per key: the three dimensions of a per-key mask.
+Status read_interval_bound(const char* name, const TensorView& bound, AttentionProblem* problem,
+                           BroadcastView* result) {
+  if (Status status = check_rank(name, bound, 3, 3); !status.ok()) return status;
+  if (bound.dtype != DType::kInt32) return Status::invalid(name, "must be int32", show_dtype(name, bound.dtype));
+  if (Status status = check_memory(name, bound, Layout::kAny); !status.ok()) return status;
+  if (bound.shape[2] != problem->keys) {
+    return Status::invalid(name, "must have one entry for each of the " + std::to_string(problem->keys) + " keys",
+                           show(name, bound));
+  }
+  return make_broadcast(name, bound, *problem, result);
+}
+
+Status read_intervals(const KeyIntervals& intervals, AttentionProblem* problem) {
+  if (!intervals.defined()) return {};
+  Status status = read_interval_bound("intervals.begin", intervals.begin, problem, &problem->interval_begin);
+  if (!status.ok()) return status;
+  return read_interval_bound("intervals.end", intervals.end, problem, &problem->interval_end);
 }
 
 Status read_bias(const TensorView& bias, AttentionProblem* problem) {
@@ -343,6 +375,7 @@ Status make_problem(const AttentionInputs& inputs, const AttentionOptions& optio
 
   if (Status status = read_mask(inputs.mask, problem); !status.ok()) return status;
   if (Status status = read_bias(inputs.bias, problem); !status.ok()) return status;
+  if (Status status = read_intervals(inputs.intervals, problem); !status.ok()) return status;
   return read_seqlens(inputs.seqlens_k, problem);
 }
 
@@ -378,6 +411,66 @@ Status make_backward_problem(const AttentionInputs& inputs, const AttentionCotan
     problem->dlse_row_stride = dlse.strides[2];
   }
   return read_gradients(gradients, inputs.bias, problem);
+}
+
+Status make_selection_problem(const SelectionInputs& inputs, const SelectionOptions& options,
+                              const KeyIntervals* intervals, SelectionProblem* problem) {
+  *problem = {};
+  const TensorView &scores = inputs.scores, &mask = inputs.key_mask;
+  if (Status status = check_rank("scores", scores, 3, 3); !status.ok()) return status;
+  if (!is_floating(scores.dtype)) {
+    return Status::invalid("scores", "must be float16, bfloat16, float32 or float64",
+                           show_dtype("scores", scores.dtype));
+  }
+  if (Status status = check_memory("scores", scores, Layout::kAny); !status.ok()) return status;
+  const std::int64_t batch = scores.shape[0], heads = scores.shape[1], keys = scores.shape[2];
+  if (options.window_size < 0) {
+    return Status::invalid("window_size", "must not be negative", "window_size " + std::to_string(options.window_size));
+  }
+  if (options.seqlen_q < 0 || options.seqlen_q > kMaxLength) {
+    return Status::invalid("seqlen_q", "must be between 0 and 2^31 - 1",
+                           "seqlen_q " + std::to_string(options.seqlen_q));
+  }
+  if (Status status = check_length("scores", scores, keys); !status.ok()) return status;
+  if (mask.rank != 0) {
+    if (Status status = check_rank("key_mask", mask, 3, 3); !status.ok()) return status;
+    if (mask.dtype != DType::kBool) {
+      return Status::invalid("key_mask", "must be bool", show_dtype("key_mask", mask.dtype));
+    }
+    if (Status status = check_memory("key_mask", mask, Layout::kAny); !status.ok()) return status;
+    if ((mask.shape[0] != 1 && mask.shape[0] != batch) || (mask.shape[1] != 1 && mask.shape[1] != heads) ||
+        mask.shape[2] != keys) {
+      return Status::invalid("key_mask", "must be (B or 1, heads or 1, Sk) for scores (B, heads, Sk)",
+                             show("key_mask", mask) + ", " + show("scores", scores));
+    }
+    for (int dim = 0; dim < 3; ++dim) problem->mask_strides[dim] = mask.shape[dim] == 1 ? 0 : mask.strides[dim];
+    problem->key_mask = static_cast<const std::uint8_t*>(mask.data);
+  }
+  if (inputs.seqlens_k.rank != 0) {
+    Status status = check_all({{"seqlens_k", &inputs.seqlens_k, DType::kInt32, "(B)", 1, {batch}, Layout::kAny}});
+    if (!status.ok()) return status;
+    problem->seqlens = static_cast<const std::int32_t*>(inputs.seqlens_k.data);
+    problem->seqlens_stride = inputs.seqlens_k.strides[0];
+  }
+  if (intervals != nullptr) {
+    const Dims shape = {batch, heads, keys};
+    Status status = check_all(
+        {{"intervals.begin", &intervals->begin, DType::kInt32, "of the scores", 3, shape, Layout::kContiguous},
+         {"intervals.end", &intervals->end, DType::kInt32, "of the scores", 3, shape, Layout::kContiguous}});
+    if (!status.ok()) return status;
+    problem->begin = static_cast<std::int32_t*>(intervals->begin.data);
+    problem->end = static_cast<std::int32_t*>(intervals->end.data);
+  }
+  problem->batch = batch;
+  problem->heads = heads;
+  problem->keys = keys;
+  problem->rows = options.seqlen_q;
+  problem->window = options.window_size;
+  problem->causal = options.causal;
+  problem->scores = scores.data;
+  problem->dtype = scores.dtype;
+  for (int dim = 0; dim < 3; ++dim) problem->score_strides[dim] = scores.strides[dim];
+  return {};
 }
 
 }  // namespace flash_dmattn::internal

@@ -3,7 +3,9 @@
 
 #include "api/problem.h"
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
+#include "selection/select_keys.h"
 
 namespace flash_dmattn::internal {
 
@@ -13,5 +15,8 @@ Status make_backward_problem(const AttentionInputs&, const AttentionCotangents&,
                              const AttentionGradients&, BackwardProblem*);
 // For workspace queries, which know no outputs yet.
 Status make_problem(const AttentionInputs&, const AttentionOptions&, AttentionProblem*);
+
+// A selection; without the intervals for workspace queries, which know none yet.
+Status make_selection_problem(const SelectionInputs&, const SelectionOptions&, const KeyIntervals*, SelectionProblem*);
 
 }  // namespace flash_dmattn::internal

@@ -81,10 +81,19 @@ class VisibleRow {
 
  private:
   bool mask_allows(std::int64_t b, std::int64_t h, std::int64_t row, std::int64_t j) const {
+    if (p_.interval_begin.defined()) {
+      if (row < interval_bound(p_.interval_begin, b, h, j) || row >= interval_bound(p_.interval_end, b, h, j)) {
+        return false;
+      }
+    }
     const BroadcastView& mask = p_.mask;
     if (!mask.defined()) return true;
     const auto* data = static_cast<const std::uint8_t*>(mask.data);
     return data[mask.offset(b, h) + row * mask.row_stride + j * mask.key_stride] != 0;
+  }
+
+  static std::int32_t interval_bound(const BroadcastView& bound, std::int64_t b, std::int64_t h, std::int64_t j) {
+    return static_cast<const std::int32_t*>(bound.data)[bound.offset(b, h) + j * bound.key_stride];
   }
 
   double bias(std::int64_t b, std::int64_t h, std::int64_t row, std::int64_t j) const {

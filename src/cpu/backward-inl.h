@@ -14,14 +14,15 @@ template <typename Products, typename T>
 class BackwardUnit {
  public:
   static std::size_t scratch_bytes(const BackwardProblem& problem, const BackwardSchedule& schedule) {
-    return BackwardUnit(problem, schedule, nullptr).arena_.used();
+    return BackwardUnit(problem, schedule, IntervalIndices(problem, nullptr), nullptr).arena_.used();
   }
 
-  BackwardUnit(const BackwardProblem& problem, const BackwardSchedule& schedule, void* scratch)
+  BackwardUnit(const BackwardProblem& problem, const BackwardSchedule& schedule, const IntervalIndices& indices,
+               void* scratch)
       : problem_(problem),
         schedule_(schedule),
         arena_(scratch),
-        planner_(problem, schedule.chunk_rows, kBackwardRowTile,
+        planner_(problem, indices, schedule.chunk_rows, kBackwardRowTile,
                  arena_.take<std::byte>(ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kBackwardRowTile))),
         rule_(problem),
         dbias_(problem, schedule, arena_),
@@ -113,24 +114,17 @@ class BackwardUnit {
   void walk_chunk(const UnitPlace& place, const GradientSums& sums, std::int64_t row_begin, int rows) {
     const std::int64_t group = problem_.group();
     const std::int64_t bias_heads = problem_.dbias.head_divisor;  // query heads to a head of the bias
-    std::int64_t planned_mask = -1, planned_keys = -1;
-    const ChunkPlan* plan = nullptr;
     const std::int64_t first_head = place.key_head_begin * group;
     const std::int64_t heads = schedule_.group_key_heads * group;
     for (std::int64_t head = first_head; head < first_head + heads; head += schedule_.pass_heads) {
       if (head == first_head || head % bias_heads == 0) dbias_.begin_strip(rows);
       for (std::int64_t i = 0; i < schedule_.group_batches; ++i) {
         const std::int64_t batch = place.batch_begin + i;
-        const std::int64_t mask = problem_.mask.offset(batch, head);
-        if (plan == nullptr || mask != planned_mask || problem_.key_count(batch) != planned_keys) {
-          plan = &planner_.plan(batch, head, row_begin, rows);
-          planned_mask = mask;
-          planned_keys = problem_.key_count(batch);
-        }
-        if (counters_ != nullptr) counters_->scores_kept += count_visible(*plan) * schedule_.pass_heads;
+        const ChunkPlan& plan = planner_.plan(batch, head, row_begin, rows);
+        if (counters_ != nullptr) counters_->scores_kept += count_visible(plan) * schedule_.pass_heads;
         const std::int64_t key_head = head / group;
         const std::int64_t pair = i * schedule_.group_key_heads + key_head - place.key_head_begin;
-        attend(*plan, batch, key_head, head, sums, static_cast<std::size_t>(pair) * sums.pair_size());
+        attend(plan, batch, key_head, head, sums, static_cast<std::size_t>(pair) * sums.pair_size());
       }
       const std::int64_t next = head + schedule_.pass_heads;
       if (next == first_head + heads || next % bias_heads == 0) {

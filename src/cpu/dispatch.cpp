@@ -127,14 +127,14 @@ bool logging() {
 void log_call(const char* direction, const AttentionProblem& problem, const KernelSet& set, int chunk_rows,
               int pass_heads, std::int64_t units, int workers) {
   std::fprintf(stderr,
-               "flash_dmattn: cpu/%s %s %s B%lld H%lld Hkv%lld Sq%lld Sk%lld D%lld%s%s%s: chunks of %d rows x %d "
+               "flash_dmattn: cpu/%s %s %s B%lld H%lld Hkv%lld Sq%lld Sk%lld D%lld%s%s%s%s: chunks of %d rows x %d "
                "heads, %lld units, %d workers\n",
                set.name, name_of(problem.dtype), direction, static_cast<long long>(problem.batch),
                static_cast<long long>(problem.heads), static_cast<long long>(problem.key_heads),
                static_cast<long long>(problem.rows), static_cast<long long>(problem.keys),
                static_cast<long long>(problem.head_dim), problem.is_causal ? " causal" : "",
-               problem.mask.defined() ? " mask" : "", problem.bias.defined() ? " bias" : "", chunk_rows, pass_heads,
-               static_cast<long long>(units), workers);
+               problem.mask.defined() ? " mask" : "", problem.interval_begin.defined() ? " intervals" : "",
+               problem.bias.defined() ? " bias" : "", chunk_rows, pass_heads, static_cast<long long>(units), workers);
 }
 
 std::size_t aligned(std::size_t bytes) {
@@ -170,6 +170,16 @@ void run_units(std::int64_t units, int workers, Executor& executor, const Kernel
   } else {
     executor.run(workers, work);
   }
+}
+
+IntervalIndices build_indices(const AttentionProblem& problem, void* memory, Executor& executor,
+                              const Kernels& kernels) {
+  const IntervalIndices indices(problem, memory);
+  if (indices.size() > 0) {
+    run_units(indices.size(), worker_count(problem, indices.size(), executor), executor, kernels,
+              [&](std::int64_t position, int) { indices.build(position); });
+  }
+  return indices;
 }
 
 // Each worker counts for itself.
@@ -219,8 +229,9 @@ ChosenKernels choose_kernels(DType dtype) {
 std::size_t forward_workspace(const AttentionProblem& problem, const Executor& executor) {
   const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
   const Kernels& kernels = *choose_kernels(problem.dtype).kernels;
-  return static_cast<std::size_t>(worker_count(problem, schedule.units, executor)) *
-         aligned(kernels.forward_scratch(problem, schedule));
+  return aligned(IntervalIndices::bytes(problem)) +
+         static_cast<std::size_t>(worker_count(problem, schedule.units, executor)) *
+             aligned(kernels.forward_scratch(problem, schedule));
 }
 
 void forward(const ForwardProblem& problem, void* workspace, Executor& executor, AttentionCounters* counters) {
@@ -232,10 +243,11 @@ void forward(const ForwardProblem& problem, void* workspace, Executor& executor,
   if (logging()) {
     log_call("forward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers);
   }
+  const IntervalIndices indices = build_indices(problem, workspace, executor, kernels);
+  std::byte* scratches = static_cast<std::byte*>(workspace) + aligned(IntervalIndices::bytes(problem));
   WorkerCounters counted(counters, workers);
   run_units(schedule.units, workers, executor, kernels, [&](std::int64_t unit, int worker) {
-    kernels.forward_unit(problem, schedule, unit,
-                         static_cast<std::byte*>(workspace) + static_cast<std::size_t>(worker) * scratch,
+    kernels.forward_unit(problem, schedule, indices, unit, scratches + static_cast<std::size_t>(worker) * scratch,
                          counted.of(worker));
   });
   counted.add_up(problem, kForwardRowTile);
@@ -244,7 +256,7 @@ void forward(const ForwardProblem& problem, void* workspace, Executor& executor,
 std::size_t backward_workspace(const BackwardProblem& problem, const Executor& executor) {
   const BackwardSchedule schedule = make_backward_schedule(problem, executor.concurrency());
   const Kernels& kernels = *choose_kernels(problem.dtype).kernels;
-  return aligned(kernels.backward_sums(problem, schedule)) +
+  return aligned(IntervalIndices::bytes(problem)) + aligned(kernels.backward_sums(problem, schedule)) +
          static_cast<std::size_t>(worker_count(problem, schedule.units, executor)) *
              aligned(kernels.backward_scratch(problem, schedule));
 }
@@ -255,15 +267,16 @@ void backward(const BackwardProblem& problem, void* workspace, Executor& executo
   const Kernels& kernels = *chosen.kernels;
   const int workers = worker_count(problem, schedule.units, executor);
   const std::size_t scratch = aligned(kernels.backward_scratch(problem, schedule));
-  auto* sums = static_cast<std::byte*>(workspace);
+  const IntervalIndices indices = build_indices(problem, workspace, executor, kernels);
+  std::byte* sums = static_cast<std::byte*>(workspace) + aligned(IntervalIndices::bytes(problem));
   std::byte* scratches = sums + aligned(kernels.backward_sums(problem, schedule));
   if (logging()) {
     log_call("backward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers);
   }
   WorkerCounters counted(counters, workers);
   run_units(schedule.units, workers, executor, kernels, [&](std::int64_t unit, int worker) {
-    kernels.backward_unit(problem, schedule, unit, sums, scratches + static_cast<std::size_t>(worker) * scratch,
-                          counted.of(worker));
+    kernels.backward_unit(problem, schedule, indices, unit, sums,
+                          scratches + static_cast<std::size_t>(worker) * scratch, counted.of(worker));
   });
   const std::int64_t parts = kernels.finish_parts(problem, schedule);
   if (parts > 0) {

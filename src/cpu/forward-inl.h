@@ -14,12 +14,13 @@ template <typename Products, typename T>
 class ForwardUnit {
  public:
   static std::size_t scratch_bytes(const AttentionProblem& problem, const ForwardSchedule& schedule) {
-    return ForwardUnit(problem, schedule, nullptr).arena_.used();
+    return ForwardUnit(problem, schedule, IntervalIndices(problem, nullptr), nullptr).arena_.used();
   }
 
-  ForwardUnit(const AttentionProblem& problem, const ForwardSchedule& schedule, void* scratch)
+  ForwardUnit(const AttentionProblem& problem, const ForwardSchedule& schedule, const IntervalIndices& indices,
+              void* scratch)
       : arena_(scratch),
-        planner_(problem, schedule.chunk_rows, kForwardRowTile,
+        planner_(problem, indices, schedule.chunk_rows, kForwardRowTile,
                  arena_.take<std::byte>(ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kForwardRowTile))),
         rule_(problem),
         head_dim_(static_cast<int>(problem.head_dim)),
@@ -43,17 +44,11 @@ class ForwardUnit {
     counters_ = counters;
     const ForwardSchedule::Unit unit = schedule.unit(problem, index);
     const std::int64_t group = problem.group();
-    const ChunkPlan* plan = nullptr;
-    std::int64_t planned_mask = -1;
     for (std::int64_t key_head = unit.key_head_begin; key_head < unit.key_head_end; ++key_head) {
       for (std::int64_t head = key_head * group; head < (key_head + 1) * group; head += schedule.pass_heads) {
-        const std::int64_t mask = problem.mask.offset(unit.batch, head);
-        if (plan == nullptr || mask != planned_mask) {
-          plan = &planner_.plan(unit.batch, head, unit.row_begin, unit.rows);
-          planned_mask = mask;
-        }
-        if (counters != nullptr) counters->scores_kept += count_visible(*plan) * schedule.pass_heads;
-        attend(*plan, unit.batch, key_head, head, schedule.pass_heads);
+        const ChunkPlan& plan = planner_.plan(unit.batch, head, unit.row_begin, unit.rows);
+        if (counters != nullptr) counters->scores_kept += count_visible(plan) * schedule.pass_heads;
+        attend(plan, unit.batch, key_head, head, schedule.pass_heads);
       }
     }
   }

@@ -7,20 +7,21 @@
 #include "api/problem.h"
 #include "cpu/schedule.h"
 #include "flash_dmattn/attention.h"
+#include "plan/interval_index.h"
 
 namespace flash_dmattn::internal::cpu {
 
 // One element type. Units of a call may run at the same time, each with scratch memory of its own.
 struct Kernels {
   std::size_t (*forward_scratch)(const AttentionProblem&, const ForwardSchedule&) = nullptr;
-  void (*forward_unit)(const ForwardProblem&, const ForwardSchedule&, std::int64_t unit, void* scratch,
-                       AttentionCounters*) = nullptr;
+  void (*forward_unit)(const ForwardProblem&, const ForwardSchedule&, const IntervalIndices&, std::int64_t unit,
+                       void* scratch, AttentionCounters*) = nullptr;
 
   // `sums` is memory that all units share; after the last unit finish_part turns it into the gradients.
   std::size_t (*backward_scratch)(const BackwardProblem&, const BackwardSchedule&) = nullptr;
   std::size_t (*backward_sums)(const BackwardProblem&, const BackwardSchedule&) = nullptr;
-  void (*backward_unit)(const BackwardProblem&, const BackwardSchedule&, std::int64_t unit, void* sums, void* scratch,
-                        AttentionCounters*) = nullptr;
+  void (*backward_unit)(const BackwardProblem&, const BackwardSchedule&, const IntervalIndices&, std::int64_t unit,
+                        void* sums, void* scratch, AttentionCounters*) = nullptr;
   std::int64_t (*finish_parts)(const BackwardProblem&, const BackwardSchedule&) = nullptr;
   void (*finish_part)(const BackwardProblem&, const BackwardSchedule&, std::int64_t part, const void* sums) = nullptr;
 

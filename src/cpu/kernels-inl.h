@@ -12,17 +12,19 @@ template <typename Products, typename T>
 constexpr Kernels make_kernels() {
   Kernels kernels;
   kernels.forward_scratch = ForwardUnit<Products, T>::scratch_bytes;
-  kernels.forward_unit = [](const ForwardProblem& problem, const ForwardSchedule& schedule, std::int64_t unit,
-                            void* scratch, AttentionCounters* counters) {
-    ForwardUnit<Products, T>(problem, schedule, scratch).run(problem, schedule, unit, counters);
+  kernels.forward_unit = [](const ForwardProblem& problem, const ForwardSchedule& schedule,
+                            const IntervalIndices& indices, std::int64_t unit, void* scratch,
+                            AttentionCounters* counters) {
+    ForwardUnit<Products, T>(problem, schedule, indices, scratch).run(problem, schedule, unit, counters);
   };
   kernels.backward_scratch = BackwardUnit<Products, T>::scratch_bytes;
   kernels.backward_sums = [](const BackwardProblem& problem, const BackwardSchedule& schedule) {
     return GradientSums(problem, schedule, nullptr).bytes();
   };
-  kernels.backward_unit = [](const BackwardProblem& problem, const BackwardSchedule& schedule, std::int64_t unit,
-                             void* sums, void* scratch, AttentionCounters* counters) {
-    BackwardUnit<Products, T>(problem, schedule, scratch).run(problem, schedule, unit, sums, counters);
+  kernels.backward_unit = [](const BackwardProblem& problem, const BackwardSchedule& schedule,
+                             const IntervalIndices& indices, std::int64_t unit, void* sums, void* scratch,
+                             AttentionCounters* counters) {
+    BackwardUnit<Products, T>(problem, schedule, indices, scratch).run(problem, schedule, unit, sums, counters);
   };
   kernels.finish_parts = count_finish_parts;
   kernels.finish_part = finish_gradients<T>;

@@ -12,7 +12,7 @@ constexpr int kNominalConcurrency = 8;
 // Units per worker that even out their lengths.
 constexpr std::int64_t kUnitsPerWorker = 4;
 // A chunk's bitmap stays below this.
-constexpr std::int64_t kMaxBitmapBytes = 4 << 20;
+constexpr std::int64_t kMaxBitmapBytes = 8 << 20;
 // Rows of a strip of the bias's gradient: Sk floats each.
 constexpr int kStripRows = 2 * kBackwardRowTile;
 
@@ -23,9 +23,15 @@ bool mask_differs_by_row_and_key(const AttentionProblem& problem) {
   return problem.mask.defined() && problem.mask.row_stride != 0 && problem.mask.key_stride != 0;
 }
 
+bool is_shared_in_group(const BroadcastView& view, std::int64_t group) {
+  return !view.defined() || view.head_stride == 0 || view.head_divisor >= group;
+}
+
 // Whether all query heads of a key head see the same keys.
-bool mask_is_shared_in_group(const AttentionProblem& problem) {
-  return !problem.mask.defined() || problem.mask.head_stride == 0 || problem.mask.head_divisor >= problem.group();
+bool plan_is_shared_in_group(const AttentionProblem& problem) {
+  const std::int64_t group = problem.group();
+  return is_shared_in_group(problem.mask, group) && is_shared_in_group(problem.interval_begin, group) &&
+         is_shared_in_group(problem.interval_end, group);
 }
 
 // Rows per chunk, a multiple of `row_tile`: enough to pay for packing keys, few enough that `target_units`
@@ -37,7 +43,7 @@ int choose_chunk_rows(const AttentionProblem& problem, int pass_heads, int row_t
   while (rows > smallest && units_per_chunk * ceil_div(problem.rows, rows) < target_units) {
     rows = std::max(smallest, round_up(rows / 2, row_tile));
   }
-  if (mask_differs_by_row_and_key(problem)) {
+  if (needs_bitmap(problem)) {
     const std::int64_t fitting = kMaxBitmapBytes * 8 / std::max<std::int64_t>(problem.keys, 1);
     rows = std::min(rows, std::max<std::int64_t>(fitting / row_tile * row_tile, row_tile));
   }
@@ -61,7 +67,7 @@ ForwardSchedule make_forward_schedule(const AttentionProblem& problem, int concu
   if (problem.deterministic) concurrency = kNominalConcurrency;
   const std::int64_t target_units = kUnitsPerWorker * concurrency;
   ForwardSchedule schedule;
-  schedule.pass_heads = mask_is_shared_in_group(problem) ? static_cast<int>(problem.group()) : 1;
+  schedule.pass_heads = plan_is_shared_in_group(problem) ? static_cast<int>(problem.group()) : 1;
   schedule.chunk_rows =
       choose_chunk_rows(problem, schedule.pass_heads, kForwardRowTile, problem.batch * problem.key_heads, target_units);
   schedule.chunks = ceil_div(problem.rows, schedule.chunk_rows);
@@ -91,7 +97,7 @@ ForwardSchedule::Unit ForwardSchedule::unit(const AttentionProblem& problem, std
 BackwardSchedule make_backward_schedule(const BackwardProblem& problem, int concurrency) {
   if (problem.deterministic) concurrency = kNominalConcurrency;
   BackwardSchedule schedule;
-  schedule.pass_heads = mask_is_shared_in_group(problem) ? static_cast<int>(problem.group()) : 1;
+  schedule.pass_heads = plan_is_shared_in_group(problem) ? static_cast<int>(problem.group()) : 1;
   if (problem.dbias.defined()) {
     const BroadcastView& bias = problem.dbias;
     const bool full_rows = bias.rows == problem.rows && problem.rows > 1;

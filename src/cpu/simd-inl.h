@@ -37,10 +37,54 @@ HWY_INLINE Vec load_floats(const Bf16* from) {
   const auto bits = hn::LoadU(halves, &from->bits);
   return hn::BitCast(kFloats, hn::ShiftLeft<16>(hn::PromoteTo(words, bits)));
 }
+
+// Highway's conversions of half precision are those of the CPU on these; elsewhere its portable ones truncate
+// and lose infinities.
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3
 HWY_INLINE Vec load_floats(const Fp16* from) {
   const hn::Rebind<hwy::float16_t, FloatTag> halves;
   return hn::PromoteTo(kFloats, hn::LoadU(halves, reinterpret_cast<const hwy::float16_t*>(from)));
 }
+HWY_INLINE void store_floats(Vec v, Fp16* to) {
+  const hn::Rebind<hwy::float16_t, FloatTag> halves;
+  hn::StoreU(hn::DemoteTo(halves, v), halves, reinterpret_cast<hwy::float16_t*>(to));
+}
+#else
+HWY_INLINE Vec load_floats(const Fp16* from) {
+  const hn::Rebind<std::uint16_t, FloatTag> halves;
+  const hn::RebindToUnsigned<FloatTag> words;
+  const auto bits = hn::PromoteTo(words, hn::LoadU(halves, &from->bits));
+  const auto magnitude = hn::And(bits, hn::Set(words, 0x7fff));
+  const auto sign = hn::ShiftLeft<16>(hn::Xor(bits, magnitude));
+  // Exponent and fraction at their places, the exponent too low by 112: a product corrects it, and makes
+  // subnormal numbers normal.
+  const Vec shifted = hn::BitCast(kFloats, hn::ShiftLeft<13>(magnitude));
+  const auto value = hn::BitCast(words, hn::Mul(shifted, hn::Set(kFloats, 0x1p112f)));
+  const auto is_special = hn::Gt(magnitude, hn::Set(words, 0x7bff));  // infinity or NaN
+  const auto special = hn::IfThenElseZero(is_special, hn::Set(words, 0x7f800000));
+  return hn::BitCast(kFloats, hn::Or(hn::Or(value, special), sign));
+}
+HWY_INLINE void store_floats(Vec v, Fp16* to) {
+  const hn::Rebind<std::uint16_t, FloatTag> halves;
+  const hn::RebindToUnsigned<FloatTag> words;
+  const hn::RebindToSigned<FloatTag> integers;
+  const auto bits = hn::BitCast(words, v);
+  const auto magnitude = hn::And(bits, hn::Set(words, 0x7fffffff));
+  const auto sign = hn::ShiftRight<16>(hn::Xor(bits, magnitude));
+  // Normal results: add just below half of what is cut off, or exactly half where the kept part is odd.
+  const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(words, 1));
+  const auto rebased = hn::Sub(hn::Add(hn::Add(magnitude, odd), hn::Set(words, 0xfff)), hn::Set(words, 112u << 23));
+  // Subnormal results: adding 1/2 rounds at their last place.
+  const Vec half = hn::Set(kFloats, 0.5f);
+  const auto subnormal =
+      hn::Sub(hn::BitCast(words, hn::Add(hn::BitCast(kFloats, magnitude), half)), hn::BitCast(words, half));
+  auto result = hn::IfThenElse(hn::Lt(magnitude, hn::Set(words, 113u << 23)), subnormal, hn::ShiftRight<13>(rebased));
+  result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(words, 0x477fefff)), hn::Set(words, 0x7c00), result);
+  result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(words, 0x7f800000)), hn::Set(words, 0x7e00), result);
+  // The values fit 16 bits, so the saturating conversion is exact.
+  hn::StoreU(hn::DemoteTo(halves, hn::BitCast(integers, hn::Or(result, sign))), halves, &to->bits);
+}
+#endif
 
 // Round to nearest even; NaN stays NaN.
 HWY_INLINE auto bf16_bits(Vec v) {
@@ -59,11 +103,6 @@ HWY_INLINE void store_floats(Vec v, Bf16* to) {
   // The values fit 16 bits, so the saturating conversion is exact.
   hn::StoreU(hn::DemoteTo(halves, hn::BitCast(words, bf16_bits(v))), halves, &to->bits);
 }
-HWY_INLINE void store_floats(Vec v, Fp16* to) {
-  const hn::Rebind<hwy::float16_t, FloatTag> halves;
-  hn::StoreU(hn::DemoteTo(halves, v), halves, reinterpret_cast<hwy::float16_t*>(to));
-}
-
 // `count` elements from `from` to floats at `to`; reads and writes nothing beyond them.
 template <typename T>
 HWY_INLINE void convert_row(const T* HWY_RESTRICT from, std::int64_t count, float* HWY_RESTRICT to) {

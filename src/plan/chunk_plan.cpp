@@ -9,14 +9,13 @@
 namespace flash_dmattn::internal {
 namespace {
 
-// A mask needs a bitmap when both its rows and its keys differ.
-bool needs_bitmap(const BroadcastView& mask) { return mask.defined() && mask.row_stride != 0 && mask.key_stride != 0; }
-
 int padded_rows(int rows, int row_tile) { return (rows + row_tile - 1) / row_tile * row_tile; }
 
 struct Scratch {
   std::int32_t* prefix;
   std::int32_t* keys;
+  std::int32_t* entries;
+  std::uint64_t* row_bits;
   std::uint64_t* key_union;
   std::uint64_t* bits;
   TileClass* classes;
@@ -30,16 +29,26 @@ Scratch take_scratch(const AttentionProblem& problem, int chunk_rows, int row_ti
   Scratch scratch{};
   scratch.prefix = arena.take<std::int32_t>(rows);
   scratch.classes = arena.take<TileClass>(rows / row_tile * words);
-  if (problem.mask.defined()) {
+  const bool has_intervals = problem.interval_begin.defined();
+  if (has_intervals) {
+    scratch.entries = arena.take<std::int32_t>(static_cast<std::size_t>(problem.keys));
+    scratch.row_bits = arena.take<std::uint64_t>(words);
+  }
+  if (problem.mask.defined() || has_intervals) {
     scratch.keys = arena.take<std::int32_t>(static_cast<std::size_t>(problem.keys));
     scratch.key_union = arena.take<std::uint64_t>(words);
   }
-  if (needs_bitmap(problem.mask)) scratch.bits = arena.take<std::uint64_t>(rows * words);
+  if (needs_bitmap(problem)) scratch.bits = arena.take<std::uint64_t>(rows * words);
   scratch.bytes = arena.used();
   return scratch;
 }
 
 }  // namespace
+
+bool needs_bitmap(const AttentionProblem& problem) {
+  const bool mask_differs = problem.mask.defined() && problem.mask.row_stride != 0 && problem.mask.key_stride != 0;
+  return mask_differs || problem.interval_begin.defined();
+}
 
 std::int64_t count_visible(const ChunkPlan& plan) {
   std::int64_t count = 0;
@@ -57,19 +66,37 @@ std::size_t ChunkPlanner::scratch_bytes(const AttentionProblem& problem, int chu
   return take_scratch(problem, chunk_rows, row_tile, nullptr).bytes;
 }
 
-ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, int chunk_rows, int row_tile, void* block)
-    : problem_(problem) {
+ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndices& indices, int chunk_rows,
+                           int row_tile, void* block)
+    : problem_(problem), indices_(indices) {
   const Scratch scratch = take_scratch(problem, chunk_rows, row_tile, block);
   prefix_ = scratch.prefix;
   keys_ = scratch.keys;
+  entries_ = scratch.entries;
   union_ = scratch.key_union;
+  row_bits_ = scratch.row_bits;
   bits_ = scratch.bits;
   classes_ = scratch.classes;
   plan_.row_tile = row_tile;
 }
 
 const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows) {
-  key_limit_ = problem_.key_count(batch);
+  const BroadcastView& mask = problem_.mask;
+  IntervalIndex index;
+  Source source;
+  source.key_limit = problem_.key_count(batch);
+  source.row_begin = row_begin;
+  source.rows = rows;
+  if (mask.defined()) {
+    source.mask = static_cast<const std::uint8_t*>(mask.data) + mask.offset(batch, head) + row_begin * mask.row_stride;
+  }
+  if (indices_.size() > 0) {
+    index = indices_.of(batch, head);
+    source.intervals = index.keys;
+  }
+  if (source == source_) return plan_;
+  source_ = source;
+
   plan_.row_begin = row_begin;
   plan_.rows = rows;
   plan_.key_begin = 0;
@@ -77,28 +104,22 @@ const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::
   plan_.prefix = prefix_;
   plan_.bits = nullptr;
   plan_.classes = classes_;
-
-  const BroadcastView& mask = problem_.mask;
-  if (!mask.defined()) {
-    plan_prefixes(nullptr);
+  if (indices_.size() > 0 && !mask.defined()) {
+    plan_intervals(index);
+  } else if (needs_bitmap(problem_)) {
+    plan_bitmap(source.mask, indices_.size() > 0 ? &index : nullptr);
+  } else if (mask.defined() && mask.key_stride != 0) {
+    plan_key_list(source.mask);
   } else {
-    const auto* bools =
-        static_cast<const std::uint8_t*>(mask.data) + mask.offset(batch, head) + row_begin * mask.row_stride;
-    if (needs_bitmap(mask)) {
-      plan_bitmap(bools);
-    } else if (mask.key_stride != 0) {
-      plan_key_list(bools);
-    } else {
-      plan_prefixes(bools);
-    }
+    plan_prefixes(source.mask);
   }
   classify();
   return plan_;
 }
 
 std::int64_t ChunkPlanner::causal_limit(std::int64_t row) const {
-  if (!problem_.is_causal) return key_limit_;
-  return std::clamp<std::int64_t>(row + key_limit_ - problem_.rows + 1, 0, key_limit_);
+  if (!problem_.is_causal) return source_.key_limit;
+  return std::clamp<std::int64_t>(row + source_.key_limit - problem_.rows + 1, 0, source_.key_limit);
 }
 
 void ChunkPlanner::plan_prefixes(const std::uint8_t* mask) {
@@ -123,21 +144,94 @@ void ChunkPlanner::plan_key_list(const std::uint8_t* mask) {
   }
 }
 
-void ChunkPlanner::plan_bitmap(const std::uint8_t* mask) {
+void ChunkPlanner::plan_bitmap(const std::uint8_t* mask, const IntervalIndex* index) {
   const std::int64_t words = words_for(causal_limit(plan_.row_begin + plan_.rows - 1));
+  if (index != nullptr) {
+    std::int64_t count = 0;
+    for (; count < *index->count && index->keys[count] < words * kWordBits; ++count) {
+      entries_[count] = static_cast<std::int32_t>(count);
+    }
+    spread_intervals(*index, entries_, count, true, words);
+  }
   std::fill_n(union_, words, 0);
   for (int row = 0; row < plan_.rows; ++row) {
     const std::int64_t limit = causal_limit(plan_.row_begin + row);
-    std::uint64_t* row_bits = bits_ + row * words;
-    pack_bools(mask + row * problem_.mask.row_stride, problem_.mask.key_stride, limit, row_bits);
-    std::fill(row_bits + words_for(limit), row_bits + words, 0);
-    for (std::int64_t word = 0; word < words; ++word) union_[word] |= row_bits[word];
+    std::uint64_t* bits = bits_ + row * words;
+    std::uint64_t* mask_bits = index != nullptr ? row_bits_ : bits;
+    pack_bools(mask + row * problem_.mask.row_stride, problem_.mask.key_stride, limit, mask_bits);
+    std::fill(mask_bits + words_for(limit), mask_bits + words, 0);
+    for (std::int64_t word = 0; word < words; ++word) {
+      bits[word] &= mask_bits[word];  // itself without intervals
+      union_[word] |= bits[word];
+    }
   }
   list_keys(union_, words);
   const bool already_compact = plan_.keys == nullptr && plan_.key_begin == 0;
   for (int row = 0; row < plan_.rows && !already_compact; ++row) compact_bits(union_, words, bits_ + row * words);
   plan_.bits = bits_;
   plan_.bits_pitch = words;
+}
+
+// The keys that the chunk's first row sees in front, those that stay longest first (by the row tile in which
+// they leave, which is all that tiles can tell); then those that come later, as they come.
+void ChunkPlanner::plan_intervals(const IntervalIndex& index) {
+  const std::int64_t row_begin = plan_.row_begin, row_end = row_begin + plan_.rows;
+  const auto for_each_entry = [&](auto use) {
+    for (std::int64_t first = 0; first < *index.count; first += kIndexBlock) {
+      const std::int64_t block = first / kIndexBlock;
+      if (index.block_begins[block] >= row_end || index.block_ends[block] <= row_begin) continue;
+      const std::int64_t last = std::min(first + kIndexBlock, *index.count);
+      for (std::int64_t entry = first; entry < last; ++entry) {
+        if (index.begins[entry] < row_end && index.ends[entry] > row_begin) use(static_cast<std::int32_t>(entry));
+      }
+    }
+  };
+  // Survivors of the whole chunk are in group 0, those that leave in its last row tile in group 1, and so on.
+  constexpr int kMaxGroups = 64;
+  const int groups = std::min(plan_.row_tiles() + 1, kMaxGroups);
+  const auto group_of = [&](std::int32_t entry) {
+    if (index.begins[entry] > row_begin) return groups;
+    if (index.ends[entry] >= row_end) return 0;
+    const auto tile = static_cast<int>((index.ends[entry] - row_begin - 1) / plan_.row_tile);
+    return std::max(groups - 1 - tile, 1);
+  };
+  std::int32_t starts[kMaxGroups + 2] = {};
+  std::int32_t lowest = 0, highest = -1, count = 0;
+  for_each_entry([&](std::int32_t entry) {
+    if (count++ == 0) lowest = index.keys[entry];
+    highest = index.keys[entry];
+    ++starts[group_of(entry) + 1];
+  });
+  plan_.key_count = count;
+  plan_.key_begin = lowest;
+  const bool is_range = highest - lowest + 1 == count;
+  plan_.keys = is_range ? nullptr : keys_;
+  for (int group = 0; group < groups; ++group) starts[group + 1] += starts[group];
+  std::int32_t next = 0;
+  for_each_entry([&](std::int32_t entry) { entries_[is_range ? next++ : starts[group_of(entry)]++] = entry; });
+  for (std::int32_t i = 0; i < count && !is_range; ++i) keys_[i] = index.keys[entries_[i]];
+  const std::int64_t words = words_for(count);
+  spread_intervals(index, entries_, count, false, words);
+  plan_.bits = bits_;
+  plan_.bits_pitch = words;
+}
+
+// The bitmap of the `count` entries: bit i is entry i, or its key with `by_key`. A bit changes where its
+// interval begins and ends, so each row is the row before with those changes.
+void ChunkPlanner::spread_intervals(const IntervalIndex& index, const std::int32_t* entries, std::int64_t count,
+                                    bool by_key, std::int64_t words) {
+  std::fill_n(bits_, plan_.rows * words, 0);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int32_t entry = entries[i];
+    const std::int64_t position = by_key ? index.keys[entry] : i;
+    const std::int64_t begin = std::max<std::int64_t>(index.begins[entry] - plan_.row_begin, 0);
+    const std::int64_t end = index.ends[entry] - plan_.row_begin;
+    if (begin >= plan_.rows || end <= begin) continue;
+    const std::uint64_t bit = std::uint64_t{1} << (position % kWordBits);
+    bits_[begin * words + position / kWordBits] ^= bit;
+    if (end < plan_.rows) bits_[end * words + position / kWordBits] ^= bit;
+  }
+  for (std::int64_t at = words; at < plan_.rows * words; ++at) bits_[at] ^= bits_[at - words];
 }
 
 void ChunkPlanner::list_keys(const std::uint64_t* seen, std::int64_t words) {

@@ -1,6 +1,6 @@
 // The plan of a chunk: which keys a few hundred neighbouring query rows see. Everything that hides keys
-// (mask, causal rule, lengths) becomes one list of keys that some row of the chunk sees, and per row
-// either a prefix of that list or a bitmap over it. Kernels know nothing else about masks.
+// (mask, intervals, causal rule, lengths) becomes one list of keys that some row of the chunk sees, and per
+// row either a prefix of that list or a bitmap over it. Kernels know nothing else about masks.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 
 #include "api/problem.h"
 #include "plan/bits.h"
+#include "plan/interval_index.h"
 
 namespace flash_dmattn::internal {
 
@@ -21,8 +22,9 @@ struct ChunkPlan {
   int rows = 0;      // rows of the chunk
   int row_tile = 1;  // rows of a tile; the last tile may be shorter
 
-  // Listed keys in ascending order: keys[i], or key_begin + i when `keys` is null (a range: nothing is
-  // gathered). Each is visible to at least one row.
+  // Listed keys: keys[i], or key_begin + i when `keys` is null (a range: nothing is gathered). Each is
+  // visible to at least one row. Ascending, except that intervals put the keys that the chunk's first row
+  // sees in front, those that stay longest first, so that what a row tile sees lies together.
   std::int64_t key_begin = 0;
   std::int32_t key_count = 0;
   const std::int32_t* keys = nullptr;
@@ -50,31 +52,51 @@ struct ChunkPlan {
 // Number of visible scores of the chunk, for one head.
 std::int64_t count_visible(const ChunkPlan&);
 
+// Whether rows may differ in more than the length of a prefix.
+bool needs_bitmap(const AttentionProblem&);
+
 // Makes plans of one problem in scratch memory of its own; one planner per worker.
 class ChunkPlanner {
  public:
   // Bytes of scratch for chunks of up to `chunk_rows` rows: O(chunk_rows * Sk / 8).
   static std::size_t scratch_bytes(const AttentionProblem&, int chunk_rows, int row_tile);
 
-  ChunkPlanner(const AttentionProblem&, int chunk_rows, int row_tile, void* scratch);
+  // `indices`: built, one for every head that the problem's intervals tell apart.
+  ChunkPlanner(const AttentionProblem&, const IntervalIndices& indices, int chunk_rows, int row_tile, void* scratch);
 
-  // The plan of rows [row_begin, row_begin + rows) of query head `head`; valid until the next call.
+  // The plan of rows [row_begin, row_begin + rows) of query head `head`; valid until the next call. Asking for
+  // the same plan again, or for that of a head with the same mask, costs nothing.
   const ChunkPlan& plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows);
 
  private:
+  // What a plan depends on beside the problem.
+  struct Source {
+    const std::uint8_t* mask = nullptr;  // of the chunk's first row
+    const std::int32_t* intervals = nullptr;
+    std::int64_t key_limit = -1, row_begin = -1;
+    int rows = 0;
+    bool operator==(const Source&) const = default;
+  };
+
   std::int64_t causal_limit(std::int64_t row) const;  // keys [0, limit) are allowed by length and causal rule
   void plan_prefixes(const std::uint8_t* mask);       // no mask, or one that hides whole rows
   void plan_key_list(const std::uint8_t* mask);       // a mask that is the same for every row
-  void plan_bitmap(const std::uint8_t* mask);
+  void plan_bitmap(const std::uint8_t* mask, const IntervalIndex* index);
+  void plan_intervals(const IntervalIndex& index);
+  void spread_intervals(const IntervalIndex& index, const std::int32_t* entries, std::int64_t count, bool by_key,
+                        std::int64_t words);
   void list_keys(const std::uint64_t* seen, std::int64_t words);
   void classify();
 
   const AttentionProblem& problem_;
-  std::int64_t key_limit_ = 0;  // keys that exist for the chunk's batch element
+  const IntervalIndices& indices_;
+  Source source_;
   ChunkPlan plan_;
   std::int32_t* prefix_;
   std::int32_t* keys_;
+  std::int32_t* entries_;  // listed entries of an interval index
   std::uint64_t* union_;
+  std::uint64_t* row_bits_;
   std::uint64_t* bits_;
   TileClass* classes_;
 };

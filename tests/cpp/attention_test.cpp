@@ -73,6 +73,8 @@ void expect_results_close(const Call& got, const Call& expected) {
   }
 }
 
+constexpr DType kKernelDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
 struct DTypeVariant {
   DType dtype;
   Variant variant;
@@ -85,7 +87,7 @@ void PrintTo(const DTypeVariant& parameter, std::ostream* os) {
 std::vector<DTypeVariant> for_every_dtype(const std::vector<Variant>& variants) {
   std::vector<DTypeVariant> list;
   for (const Variant& variant : variants) {
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) list.push_back({dtype, variant});
+    for (const DType dtype : kKernelDTypes) list.push_back({dtype, variant});
   }
   return list;
 }
@@ -170,7 +172,7 @@ class GuardedWorkspace {
  public:
   explicit GuardedWorkspace(std::size_t bytes)
       : bytes_(bytes),
-        memory_(static_cast<std::byte*>(::operator new(kGuard + bytes + kGuard, std::align_val_t{128}))) {
+        memory_(static_cast<std::byte*>(::operator new (kGuard + bytes + kGuard, std::align_val_t{128}))) {
     std::fill_n(memory_, kGuard + bytes + kGuard, std::byte{0xff});
   }
   ~GuardedWorkspace() {
@@ -178,7 +180,7 @@ class GuardedWorkspace {
       EXPECT_EQ(memory_[i], std::byte{0xff}) << "written " << kGuard - i << " bytes before the workspace";
       EXPECT_EQ(memory_[kGuard + bytes_ + i], std::byte{0xff}) << "written " << i << " bytes past the workspace";
     }
-    ::operator delete(memory_, std::align_val_t{128});
+    ::operator delete (memory_, std::align_val_t{128});
   }
   GuardedWorkspace(const GuardedWorkspace&) = delete;
   GuardedWorkspace& operator=(const GuardedWorkspace&) = delete;
@@ -307,6 +309,45 @@ TEST(Attention, ReadsAnyStridesAndAlignments) {
     cotangents.dout = moved(call.dout);
     ASSERT_EQ(attention_backward(inputs, cotangents, call.options, call.gradients()).message(), "ok");
     testing::expect_same_bytes(plain, call);
+  }
+}
+
+TEST(Attention, VisibleNaNAndInfinityComeOut) {
+  for (const DType dtype : kKernelDTypes) {
+    for (Tensor Call::*const input : {&Call::query, &Call::key, &Call::value, &Call::bias, &Call::dout}) {
+      for (const double bad : {std::nan(""), HUGE_VAL}) {
+        Call call({.name = "visible", .shape = {2, 20, 70, 2, 1, 24}, .bias = {2, 2, 20, 70}}, dtype);
+        const std::size_t first = (call.*input).count() - 24;  // of the last batch element
+        const bool makes_scores = input == &Call::query || input == &Call::key;
+        for (std::size_t i = first; i < (makes_scores ? first + 24 : first + 1); ++i) (call.*input).set(i, bad);
+        call.run();
+        const Call reference = reference_of(call);
+        const auto got = call.results(), expected = reference.results();
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          const auto& [name, tensor] = got[i];
+          for (std::size_t at = 0; at < tensor->count(); ++at) {
+            const bool finite = std::isfinite(expected[i].second->get(at));
+            // The other batch element is out of reach.
+            if (finite && at >= tensor->count() / 2) continue;
+            ASSERT_EQ(std::isfinite(tensor->get(at)), finite) << name << "[" << at << "] " << name_of(dtype);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Attention, ResultsAreRoundedToNearest) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    const double eps = dtype == DType::kBFloat16 ? 1.0 / (1 << 7) : 1.0 / (1 << 10);
+    Call call({.name = "rounding", .shape = {1, 1, 4, 1, 1, 8}}, dtype);
+    call.query.fill([] { return 0.0; });  // all keys weigh a quarter
+    call.value.fill([] { return 1.0; });
+    for (std::size_t d = 0; d < 8; ++d) call.value.set(d, 1 + static_cast<double>(d) * eps);
+    ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
+    for (std::size_t d = 0; d < 8; ++d) {  // halves round to even, as nearbyint does
+      EXPECT_EQ(call.out.get(d), 1 + std::nearbyint(static_cast<double>(d) / 4) * eps) << name_of(dtype) << " " << d;
+    }
   }
 }
 

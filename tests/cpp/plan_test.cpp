@@ -135,7 +135,8 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
     }
     constexpr int kChunkRows = 96, kRowTile = 32;
     std::vector<std::uint64_t> scratch(ChunkPlanner::scratch_bytes(problem, kChunkRows, kRowTile) / 8);
-    ChunkPlanner planner(problem, kChunkRows, kRowTile, scratch.data());
+    const IntervalIndices indices(problem, nullptr);
+    ChunkPlanner planner(problem, indices, kChunkRows, kRowTile, scratch.data());
     for (int first = 0; first < rows; first += kChunkRows) {
       const ChunkPlan& plan = planner.plan(0, 0, first, std::min(kChunkRows, rows - first));
       if (form == MaskForm::kNone || form == MaskForm::kWindow) {

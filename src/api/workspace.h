@@ -1,0 +1,39 @@
+// Checks and allocates the scratch memory of public calls.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <string>
+
+#include "flash_dmattn/status.h"
+
+namespace flash_dmattn::internal {
+
+constexpr std::size_t kWorkspaceAlignment = 64;
+
+inline Status check_workspace(const void* workspace, std::size_t bytes, std::size_t needed) {
+  if (needed == 0) return Status();
+  const bool aligned = reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment == 0;
+  if (workspace != nullptr && aligned && bytes >= needed) return Status();
+  return Status::invalid(
+      "workspace", "must hold " + std::to_string(needed) + " bytes, aligned to 64",
+      workspace == nullptr ? "null" : std::to_string(bytes) + " bytes" + (aligned ? "" : ", not aligned"));
+}
+
+// Scratch memory for the duration of one call; null if there is none to be had.
+class OwnWorkspace {
+ public:
+  explicit OwnWorkspace(std::size_t bytes)
+      : memory_(bytes == 0 ? nullptr : ::operator new (bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow)) {}
+  ~OwnWorkspace() { ::operator delete (memory_, std::align_val_t{kWorkspaceAlignment}); }
+  OwnWorkspace(const OwnWorkspace&) = delete;
+  OwnWorkspace& operator=(const OwnWorkspace&) = delete;
+
+  void* get() const { return memory_; }
+
+ private:
+  void* memory_;
+};
+
+}  // namespace flash_dmattn::internal

@@ -1,0 +1,122 @@
+#include "selection/select_keys.h"
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <type_traits>
+
+#include "plan/arena.h"
+#include "selection/rank.h"
+
+namespace flash_dmattn::internal {
+namespace {
+
+__extension__ typedef unsigned __int128 Uint128;
+
+// A live key: its rank, and below it its index, so that among equals the oldest is the lowest.
+template <typename Bits>
+using LiveKey = std::conditional_t<sizeof(Bits) == 8, Uint128, std::uint64_t>;
+
+template <typename Bits>
+LiveKey<Bits> live_key(Bits rank, std::int64_t index) {
+  return static_cast<LiveKey<Bits>>(rank) << 32 | static_cast<std::uint32_t>(index);
+}
+template <typename Live>
+std::int64_t index_of(Live key) {
+  return static_cast<std::uint32_t>(key);
+}
+
+// Replaces the lowest of a heap (std::make_heap with std::greater) by a higher one.
+template <typename Live>
+void replace_lowest(Live* heap, std::int64_t count, Live replacement) {
+  std::int64_t hole = 0;
+  for (std::int64_t child = 1; child < count; child = 2 * hole + 1) {
+    if (child + 1 < count && heap[child + 1] < heap[child]) ++child;
+    if (heap[child] >= replacement) break;
+    heap[hole] = heap[child];
+    hole = child;
+  }
+  heap[hole] = replacement;
+}
+
+// One (batch, head). Keys come by index; each is seen from its first row on until w higher ones have come.
+template <typename Format>
+void select_head(const SelectionProblem& problem, std::int64_t batch, std::int64_t head, void* workspace) {
+  using Bits = typename Format::Bits;
+  const auto* scores =
+      static_cast<const Bits*>(problem.scores) + batch * problem.score_strides[0] + head * problem.score_strides[1];
+  const std::uint8_t* mask = problem.key_mask;
+  if (mask != nullptr) mask += batch * problem.mask_strides[0] + head * problem.mask_strides[1];
+  std::int32_t* begin = problem.begin + (batch * problem.heads + head) * problem.keys;
+  std::int32_t* end = problem.end + (batch * problem.heads + head) * problem.keys;
+  std::int64_t existing = problem.keys;
+  if (problem.seqlens != nullptr) {
+    existing = std::clamp<std::int64_t>(problem.seqlens[batch * problem.seqlens_stride], 0, problem.keys);
+  }
+  const auto last_row = static_cast<std::int32_t>(problem.rows);
+  // The causal rule is aligned to the last key: row i sees keys up to i + history.
+  const std::int64_t history = existing - problem.rows;
+
+  auto* heap = static_cast<LiveKey<Bits>*>(workspace);
+  std::int64_t live = 0;
+  std::fill_n(begin, problem.keys, 0);
+  std::fill_n(end, problem.keys, 0);
+  if (problem.window == 0) return;
+  for (std::int64_t key = 0; key < existing; ++key) {
+    const Bits rank = rank_of<Format>(scores[key * problem.score_strides[2]]);
+    if (rank == 0 || (mask != nullptr && mask[key * problem.mask_strides[2]] == 0)) continue;
+    const auto row = static_cast<std::int32_t>(problem.causal ? std::max<std::int64_t>(key - history, 0) : 0);
+    const LiveKey<Bits> arrival = live_key(rank, key);
+    if (live < problem.window) {
+      heap[live++] = arrival;
+      if (live == problem.window) std::make_heap(heap, heap + live, std::greater<>());
+    } else if (arrival > heap[0]) {
+      const std::int64_t evicted = index_of(heap[0]);
+      end[evicted] = row;
+      if (begin[evicted] == row) begin[evicted] = end[evicted] = 0;
+      replace_lowest(heap, live, arrival);
+    } else {
+      continue;  // no row ever sees it
+    }
+    begin[key] = row;
+    end[key] = last_row;
+  }
+}
+
+std::size_t heap_bytes(const SelectionProblem& problem) {
+  const std::size_t key_size = problem.dtype == DType::kFloat64 ? sizeof(Uint128) : sizeof(std::uint64_t);
+  const std::size_t bytes = static_cast<std::size_t>(std::min(problem.window, problem.keys)) * key_size;
+  return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
+}
+
+int worker_count(const SelectionProblem& problem, const Executor& executor) {
+  // Waking a worker costs as much as a few thousand keys.
+  constexpr std::int64_t kKeysPerWorker = 8192;
+  const std::int64_t tasks = problem.batch * problem.heads;
+  const std::int64_t worth = tasks * problem.keys / kKeysPerWorker + 1;
+  return static_cast<int>(std::min({tasks, worth, static_cast<std::int64_t>(std::max(executor.concurrency(), 1))}));
+}
+
+}  // namespace
+
+std::size_t selection_workspace(const SelectionProblem& problem, const Executor& executor) {
+  return static_cast<std::size_t>(worker_count(problem, executor)) * heap_bytes(problem);
+}
+
+void select_on_host(const SelectionProblem& problem, void* workspace, Executor& executor) {
+  const auto select = problem.dtype == DType::kFloat16    ? select_head<Float16Format>
+                      : problem.dtype == DType::kBFloat16 ? select_head<BFloat16Format>
+                      : problem.dtype == DType::kFloat32  ? select_head<Float32Format>
+                                                          : select_head<Float64Format>;
+  const std::int64_t tasks = problem.batch * problem.heads;
+  std::atomic<std::int64_t> next{0};
+  const auto work = [&](int worker) {
+    auto* heap = static_cast<std::byte*>(workspace) + static_cast<std::size_t>(worker) * heap_bytes(problem);
+    for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
+      select(problem, task / problem.heads, task % problem.heads, heap);
+    }
+  };
+  if (tasks > 0) executor.run(worker_count(problem, executor), work);
+}
+
+}  // namespace flash_dmattn::internal
