@@ -25,8 +25,8 @@ inline Status check_workspace(const void* workspace, std::size_t bytes, std::siz
 class OwnWorkspace {
  public:
   explicit OwnWorkspace(std::size_t bytes)
-      : memory_(bytes == 0 ? nullptr : ::operator new (bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow)) {}
-  ~OwnWorkspace() { ::operator delete (memory_, std::align_val_t{kWorkspaceAlignment}); }
+      : memory_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow)) {}
+  ~OwnWorkspace() { ::operator delete(memory_, std::align_val_t{kWorkspaceAlignment}); }
   OwnWorkspace(const OwnWorkspace&) = delete;
   OwnWorkspace& operator=(const OwnWorkspace&) = delete;
 
