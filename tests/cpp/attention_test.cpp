@@ -172,7 +172,7 @@ class GuardedWorkspace {
  public:
   explicit GuardedWorkspace(std::size_t bytes)
       : bytes_(bytes),
-        memory_(static_cast<std::byte*>(::operator new (kGuard + bytes + kGuard, std::align_val_t{128}))) {
+        memory_(static_cast<std::byte*>(::operator new(kGuard + bytes + kGuard, std::align_val_t{128}))) {
     std::fill_n(memory_, kGuard + bytes + kGuard, std::byte{0xff});
   }
   ~GuardedWorkspace() {
@@ -180,7 +180,7 @@ class GuardedWorkspace {
       EXPECT_EQ(memory_[i], std::byte{0xff}) << "written " << kGuard - i << " bytes before the workspace";
       EXPECT_EQ(memory_[kGuard + bytes_ + i], std::byte{0xff}) << "written " << i << " bytes past the workspace";
     }
-    ::operator delete (memory_, std::align_val_t{128});
+    ::operator delete(memory_, std::align_val_t{128});
   }
   GuardedWorkspace(const GuardedWorkspace&) = delete;
   GuardedWorkspace& operator=(const GuardedWorkspace&) = delete;

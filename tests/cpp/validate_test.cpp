@@ -231,9 +231,7 @@ const Mistake kMistakes[] = {
     {"out must be given; got out without a tensor", [](Call& c) { c.outputs.out = {}; }},
     {"out must be bfloat16; got out float32", [](Call& c) { c.outputs.out.dtype = DType::kFloat32; }},
     {"out must be contiguous; got out (2, 16, 8, 64) with strides (8192, 64, 1024, 1)",
-     [](Call& c) {
-       c.outputs.out.strides = {8192, 64, 1024, 1};
-     }},
+     [](Call& c) { c.outputs.out.strides = {8192, 64, 1024, 1}; }},
     {"lse must have the shape (B, H, Sq) = (2, 8, 16); got lse (2, 16, 8)",
      [](Call& c) { c.outputs.lse = tensor(DType::kFloat32, 2, 16, 8); }},
     {"lse must be float32; got lse bfloat16", [](Call& c) { c.cotangents.lse.dtype = DType::kBFloat16; }},
@@ -247,9 +245,7 @@ const Mistake kMistakes[] = {
     {"dkey must have the shape (B, Sk, Hkv, D) = (2, 24, 2, 64); got dkey (2, 16, 8, 64)",
      [](Call& c) { c.gradients.dkey = c.gradients.dquery; }},
     {"dvalue must be contiguous; got dvalue (2, 24, 2, 64) with strides (3072, 64, 1536, 1)",
-     [](Call& c) {
-       c.gradients.dvalue.strides = {3072, 64, 1536, 1};
-     }},
+     [](Call& c) { c.gradients.dvalue.strides = {3072, 64, 1536, 1}; }},
     {"dbias needs a bias; got dbias (1, 8, 16, 1), no bias", [](Call& c) { c.inputs.bias = {}; }},
     {"dbias must have the shape of the bias = (1, 8, 16, 1); got dbias (2, 8, 16, 24)",
      [](Call& c) { c.gradients.dbias = tensor(DType::kBFloat16, 2, 8, 16, 24); }},
