@@ -288,8 +288,8 @@ class BackwardUnit {
   // Products become probabilities, and their gradients d loss / d product / scale, in place.
   HWY_INLINE void differentiate_row(const ChunkPlan& plan, int row, int at, const TileClass* classes, int key_tiles,
                                     int first, const BiasReader<T>& bias, float* scores, float* gradients) {
-    const bool plain = rule_.is_plain(bias.defined());
-    const RowTerms terms = {plain ? rule_.scale : 1.0f, lse_[at], need_score_gradient_ ? delta_[at] : 0.0f};
+    RowTerms terms = {rule_.is_linear() ? rule_.scale : 1.0f, lse_[at], need_score_gradient_ ? delta_[at] : 0.0f,
+                      nullptr};
     const bool bent = dbias_.wanted() || rule_.softcap > 0.0f;
     for (int tile = 0; tile < key_tiles; ++tile) {
       if (classes[tile] == TileClass::kEmpty) continue;
@@ -297,9 +297,11 @@ class BackwardUnit {
       std::uint64_t visible = classes[tile] == TileClass::kFull ? kAllVisible : plan.visible(row, listed / kKeyTile);
       if (present_[at] == 0) visible = 0;
       HWY_ALIGN float slopes[kKeyTile];
-      if (!plain) {
-        float buffer[kKeyTile];
-        rule_.apply_to_tile(scores + in_block, bias.tile(row, listed, buffer), slopes);
+      float buffer[kKeyTile];
+      terms.bias = bias.tile(row, listed, buffer);
+      if (!rule_.is_linear()) {
+        rule_.apply_to_tile(scores + in_block, terms.bias, slopes);
+        terms.bias = nullptr;
       }
       if (!need_score_gradient_) {
         differentiate_tile(terms, visible, scores, nullptr, in_block, [](Vec, int) {});
@@ -321,8 +323,10 @@ class BackwardUnit {
     }
   }
 
+  // score = factor * (what is stored of it) + bias, if there is one.
   struct RowTerms {
     float factor, lse, delta;
+    const float* bias;
   };
 
   // Probabilities of one tile in place; `use` takes the gradients of the scores. With `gradients` null
@@ -333,7 +337,9 @@ class BackwardUnit {
     const Vec factor = hn::Set(kFloats, terms.factor), offset = hn::Set(kFloats, -terms.lse);
     const Vec delta = hn::Set(kFloats, terms.delta);
     const auto vector_at = [&](int key, auto select) HWY_ATTR {
-      const Vec shifted = hn::MulAdd(hn::Load(kFloats, scores + key), factor, offset);
+      Vec shift = offset;
+      if (terms.bias != nullptr) shift = hn::Add(hn::LoadU(kFloats, terms.bias + key - in_block), offset);
+      const Vec shifted = hn::MulAdd(hn::Load(kFloats, scores + key), factor, shift);
       const Vec p = select(exponential<Products::kExpDegree>(shifted));
       if (gradients != nullptr) use(select(hn::Mul(p, hn::Sub(hn::Load(kFloats, gradients + key), delta))), key);
       Products::store_probabilities(p, scores, key);

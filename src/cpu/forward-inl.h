@@ -133,12 +133,15 @@ class ForwardUnit {
       if (classes[tile] == TileClass::kEmpty) continue;
       float* tile_scores = scores + tile * kKeyTile;
       const int listed = first + tile * kKeyTile;
-      if (!plain) {
-        float buffer[kKeyTile];
-        rule_.apply_to_tile(tile_scores, bias.tile(row, listed, buffer), nullptr);
+      float buffer[kKeyTile];
+      const float* tile_bias = bias.tile(row, listed, buffer);
+      if (!rule_.is_linear()) {
+        rule_.apply_to_tile(tile_scores, tile_bias, nullptr);
+        tile_bias = nullptr;
       }
-      if (classes[tile] == TileClass::kPartial) hide(tile_scores, plan.visible(row, listed / kKeyTile));
-      highest = hn::Max(highest, highest_of(tile_scores));
+      const std::uint64_t visible =
+          classes[tile] == TileClass::kFull ? kAllVisible : plan.visible(row, listed / kKeyTile);
+      highest = hn::Max(highest, finish_scores(tile_scores, rule_.scale, tile_bias, visible));
     }
     const float factor = plain ? rule_.scale : 1.0f;
     const float block_maximum = hn::GetLane(hn::MaxOfLanes(kFloats, highest)) * factor;
@@ -169,23 +172,26 @@ class ForwardUnit {
     *sum += hn::GetLane(hn::SumOfLanes(kFloats, total));
   }
 
-  // As a tree, whose latency is the logarithm of a chain's.
-  static HWY_INLINE Vec highest_of(const float* scores) {
+  // Adds the bias, if there is one, to scaled products; hides what is not visible; returns the maxima of the
+  // lanes.
+  static HWY_INLINE Vec finish_scores(float* scores, float scale, const float* bias, std::uint64_t visible) {
+    const Vec hidden = hn::Set(kFloats, kMinusInfinity), factor = hn::Set(kFloats, scale);
     Vec highest[kTileVectors];
-    for (int v = 0; v < kTileVectors; ++v) highest[v] = hn::Load(kFloats, scores + v * kLanes);
+    HWY_UNROLL(4)
+    for (int v = 0; v < kTileVectors; ++v) {
+      float* at = scores + v * kLanes;
+      highest[v] = hn::Load(kFloats, at);
+      if (bias != nullptr) highest[v] = hn::MulAdd(highest[v], factor, hn::LoadU(kFloats, bias + v * kLanes));
+      if (visible != kAllVisible) {
+        highest[v] = hn::IfThenElse(mask_from_bits(visible >> (v * kLanes)), highest[v], hidden);
+      }
+      if (bias != nullptr || visible != kAllVisible) hn::Store(highest[v], kFloats, at);
+    }
+    // As a tree, whose latency is the logarithm of a chain's.
     for (int half = kTileVectors / 2; half > 0; half /= 2) {
       for (int v = 0; v < half; ++v) highest[v] = hn::Max(highest[v], highest[v + half]);
     }
     return highest[0];
-  }
-
-  static HWY_INLINE void hide(float* scores, std::uint64_t visible) {
-    if (visible == kAllVisible) return;
-    const Vec hidden = hn::Set(kFloats, kMinusInfinity);
-    for (int key = 0; key < kKeyTile; key += kLanes, visible >>= kLanes) {
-      hn::Store(hn::IfThenElse(mask_from_bits(visible), hn::Load(kFloats, scores + key), hidden), kFloats,
-                scores + key);
-    }
   }
 
   // The row's maximum rose: what was summed so far counts less.

@@ -89,9 +89,10 @@ struct ScoreRule {
   explicit ScoreRule(const AttentionProblem& problem)
       : scale(static_cast<float>(problem.scale)), softcap(static_cast<float>(problem.softcap)) {}
 
-  // Without bias and softcap, and with a positive scale, the order of products is that of scores, and
-  // scaling can wait until the exponential.
-  bool is_plain(bool has_bias) const { return !has_bias && softcap == 0.0f && scale > 0.0f; }
+  // The score is a multiple of the product, in the same order, plus the bias.
+  bool is_linear() const { return softcap == 0.0f && scale > 0.0f; }
+  // Without a bias too, scaling can wait until the exponential.
+  bool is_plain(bool has_bias) const { return is_linear() && !has_bias; }
 
   // A tile's products to scores, in place. `bias` may be null. `slopes` (optional) receives
   // d score / d (scale * product) if there is a softcap.
