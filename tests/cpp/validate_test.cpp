@@ -189,10 +189,15 @@ const Mistake kMistakes[] = {
        c.inputs.query.shape = {kHuge, kHuge, 8, 64};
        c.inputs.query.strides = {0, 0, 64, 1};
      }},
-    {"query must make fewer than 2^62 scores B * H * Sq * Sk with key; got query (2, 1099511627776, 8, 64), key "
-     "(2, 1099511627776, 2, 64)",
+    {"key must have fewer than 2^31 positions; got key (2, 2147483648, 2, 64)",
      [](Call& c) {
-       c.inputs.query.shape[1] = c.inputs.key.shape[1] = c.inputs.value.shape[1] = kHuge;
+       c.inputs.key.shape[1] = c.inputs.value.shape[1] = std::int64_t{1} << 31;
+       for (TensorView* view : {&c.inputs.key, &c.inputs.value}) view->strides = {0, 0, 0, 1};
+     }},
+    {"query must make fewer than 2^62 scores B * H * Sq * Sk with key; got query (2, 1073741824, 8, 64), key "
+     "(2, 1073741824, 2, 64)",
+     [](Call& c) {
+       c.inputs.query.shape[1] = c.inputs.key.shape[1] = c.inputs.value.shape[1] = std::int64_t{1} << 30;
        for (TensorView* view : {&c.inputs.query, &c.inputs.key, &c.inputs.value}) view->strides = {0, 0, 0, 1};
      }},
     {"query must have a head dim of 1 to 256; got query (2, 16, 8, 257)",
