@@ -191,7 +191,8 @@ HWY_INLINE Vec hyperbolic_tangent(Vec x) {
   const Vec doubled = hn::Min(hn::Set(kFloats, 20.0f), hn::Add(magnitude, magnitude));
   const Vec grown = exponential<6>(doubled);
   const Vec large = hn::Sub(one, hn::Div(hn::Set(kFloats, 2.0f), hn::Add(grown, one)));
-  return hn::IfThenElse(hn::Lt(magnitude, hn::Set(kFloats, 0.625f)), small, hn::CopySign(large, x));
+  // NaN compares false, and its minimum above may be a number: the polynomial keeps it.
+  return hn::IfThenElse(hn::Ge(magnitude, hn::Set(kFloats, 0.625f)), hn::CopySign(large, x), small);
 }
 
 // Lanes whose bits are set in the lowest kLanes bits of `bits`.
