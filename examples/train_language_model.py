@@ -21,6 +21,7 @@ from typing import Any
 import flash_dmattn
 import torch
 from language_model import pictures
+from language_model.comparison import tokens_per_second
 from language_model.model import ModelConfig
 from language_model.text import Text, load_text
 from language_model.training import Run, TrainingConfig, autocast, train, validation_loss
@@ -120,6 +121,10 @@ def finish(run: Run, text: Text, unigram: float, arguments: argparse.Namespace) 
         f"\nLoss on held-out text: {validation:.3f} bits per byte; unigram entropy: {unigram:.3f} "
         f"({run.tokens_per_second:,.0f} tokens/s)"
     )
+    speeds = tokens_per_second(run, text)
+    print("Forward and backward of a training step")
+    print(f"  with dynamic_mask_attention: {speeds['dynamic_mask_attention']:,.0f} tokens/s")
+    print(f"  with a top-k mask for PyTorch's own attention: {speeds['sdpa_topk_mask']:,.0f} tokens/s")
     prompt, continuation = write_sample(run, text, arguments.sample, arguments.temperature)
     print(f"\n--- from the held-out text\n{prompt}\n--- the model continues\n{continuation}\n---")
 
@@ -134,6 +139,7 @@ def finish(run: Run, text: Text, unigram: float, arguments: argparse.Namespace) 
         "train_bits_per_byte": run.losses,
         "tokens_per_second": run.tokens_per_second,
         "training_seconds": run.seconds,
+        "step_tokens_per_second": speeds,
     }
     (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("Written:", *(output / name for name in sorted(p.name for p in output.iterdir())))

@@ -1,4 +1,4 @@
-// The PyTorch operators flash_dmattn::attention_forward, attention_backward and cpu_info.
+// The PyTorch operators flash_dmattn::attention_forward, attention_backward, select_keys and cpu_info.
 //
 // The only file that includes torch, and of torch only the stable ABI: one binary serves every later version and
 // every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
@@ -20,6 +20,7 @@
 
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/info.h"
+#include "flash_dmattn/selection.h"
 
 namespace {
 
@@ -30,6 +31,10 @@ using flash_dmattn::AttentionInputs;
 using flash_dmattn::AttentionOptions;
 using flash_dmattn::AttentionOutputs;
 using flash_dmattn::DType;
+using flash_dmattn::KeyIntervals;
+using flash_dmattn::SelectionContext;
+using flash_dmattn::SelectionInputs;
+using flash_dmattn::SelectionOptions;
 using flash_dmattn::Status;
 using flash_dmattn::TensorView;
 using torch::headeronly::ScalarType;
@@ -146,25 +151,32 @@ class Workspace {
   std::optional<Tensor> memory_;
 };
 
+KeyIntervals make_intervals(const std::optional<Tensor>& begin, const std::optional<Tensor>& end) {
+  return {view_of("intervals.begin", begin, "must be int32"), view_of("intervals.end", end, "must be int32")};
+}
+
 AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
                             const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                            const std::optional<Tensor>& seqlens_k) {
+                            const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
+                            const std::optional<Tensor>& interval_end) {
   return {.query = view_of("query", query, kFloatRule),
           .key = view_of("key", key, "must have query's dtype"),
           .value = view_of("value", value, "must have query's dtype"),
           .mask = view_of("mask", mask, "must be bool"),
           .bias = view_of("bias", bias, "must have query's dtype or float32"),
-          .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32")};
+          .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32"),
+          .intervals = make_intervals(interval_begin, interval_end)};
 }
 
 std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
                                              std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
+                                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
                                              std::optional<double> scale, double softcap, bool is_causal,
                                              bool deterministic) {
   query = with_unit_head_dim(query);
   key = with_unit_head_dim(key);
   value = with_unit_head_dim(value);
-  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k);
+  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end);
   const AttentionOptions options = {scale, softcap, is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor};
@@ -183,13 +195,11 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(Tensor dout, std::optional<Tensor> dlse, Tensor query,
-                                                              Tensor key, Tensor value, std::optional<Tensor> mask,
-                                                              std::optional<Tensor> bias,
-                                                              std::optional<Tensor> seqlens_k, Tensor out, Tensor lse,
-                                                              std::optional<double> scale, double softcap,
-                                                              bool is_causal, bool deterministic, bool needs_dquery,
-                                                              bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor dout, std::optional<Tensor> dlse, Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
+    std::optional<Tensor> bias, std::optional<Tensor> seqlens_k, std::optional<Tensor> interval_begin,
+    std::optional<Tensor> interval_end, Tensor out, Tensor lse, std::optional<double> scale, double softcap,
+    bool is_causal, bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
   query = with_unit_head_dim(query);
   key = with_unit_head_dim(key);
@@ -197,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(Tensor dout, std::
   out = with_unit_head_dim(out);
   dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
   if (lse.defined()) lse = torch::stable::contiguous(lse);
-  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k);
+  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end);
   const AttentionCotangents cotangents = {.out = view_of("out", out, "must have query's dtype"),
                                           .lse = view_of("lse", lse, "must be float32 (float64 with float64)"),
                                           .dout = view_of("dout", dout, "must have query's dtype"),
@@ -229,6 +239,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(Tensor dout, std::
   return {dquery, dkey, dvalue, dbias};
 }
 
+std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, std::int64_t seqlen_q, bool causal,
+                                       std::optional<Tensor> key_mask, std::optional<Tensor> seqlens_k) {
+  const SelectionInputs inputs = {.scores = view_of("scores", scores, kFloatRule),
+                                  .key_mask = view_of("key_mask", key_mask, "must be bool"),
+                                  .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32")};
+  const SelectionOptions options = {.window_size = window_size, .seqlen_q = seqlen_q, .causal = causal};
+  TorchExecutor executor;
+  const SelectionContext context = {.executor = &executor};
+
+  std::size_t bytes = 0;
+  check(flash_dmattn::select_keys_workspace(inputs, options, context, &bytes));
+  const Workspace workspace(bytes);
+
+  const Tensor begin = empty_cpu(scores.sizes(), ScalarType::Int);
+  const Tensor end = empty_cpu(scores.sizes(), ScalarType::Int);
+  check(flash_dmattn::select_keys(inputs, options, make_intervals(begin, end), workspace.data(), workspace.bytes(),
+                                  context));
+  return {begin, end};
+}
+
 std::tuple<std::string, std::string, std::string, std::vector<std::string>, std::vector<std::string>> cpu_info() {
   flash_dmattn::CpuInfo info = flash_dmattn::cpu_info();
   return {flash_dmattn::version(), std::move(info.isa_float), std::move(info.isa_bfloat16), std::move(info.compiled),
@@ -240,19 +270,24 @@ std::tuple<std::string, std::string, std::string, std::vector<std::string>, std:
 STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? seqlens_k, "
-      "float? scale, float softcap, bool is_causal, bool deterministic) -> (Tensor out, Tensor lse)");
+      "Tensor? interval_begin, Tensor? interval_end, float? scale, float softcap, bool is_causal, bool deterministic) "
+      "-> (Tensor out, Tensor lse)");
   // Gradients that are not asked for come back with no elements.
   library.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
-      "Tensor? bias, Tensor? seqlens_k, Tensor out, Tensor lse, float? scale, float softcap, bool is_causal, "
-      "bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) "
-      "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+      "Tensor? bias, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, Tensor out, Tensor lse, "
+      "float? scale, float softcap, bool is_causal, bool deterministic, bool needs_dquery, bool needs_dkey, "
+      "bool needs_dvalue, bool needs_dbias) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+  library.def(
+      "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
+      "Tensor? seqlens_k) -> (Tensor begin, Tensor end)");
   library.def("cpu_info() -> (str version, str isa_float, str isa_bfloat16, str[] compiled, str[] supported)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
   library.impl("attention_forward", TORCH_BOX(&attention_forward));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
+  library.impl("select_keys", TORCH_BOX(&select_keys));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, library) {

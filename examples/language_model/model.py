@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from flash_dmattn import attention
+from flash_dmattn import dynamic_mask_attention
 from torch import Tensor, nn
 
 
@@ -51,32 +51,6 @@ class KeyValueCache:
         return self.key, self.value
 
 
-def select_keys(score: Tensor, window: int, rows: int) -> Tensor | None:
-    """Lets each row see the `window` best keys among those up to its own position; the newest wins a tie.
-
-    Args:
-        score: (B, Hkv, S), one score per key.
-        rows: the mask is made for the last `rows` positions.
-
-    Returns:
-        bool (B, Hkv, rows, S), True = visible; None when every key is visible anyway. The causal rule itself is left
-        to the attention.
-    """
-    keys = score.shape[-1]
-    if window >= keys:
-        return None
-    score = score.detach()  # which keys are chosen has no gradient: the bias carries it
-    # A rival of a key is a later key with at least its score, or an earlier one with more. A row sees a key while fewer
-    # than `window` rivals have appeared. Their number never falls, so a key that dropped out stays out, and the first
-    # row that no longer sees it says all there is to know about it.
-    key, rival = score[..., :, None], score[..., None, :]  # (B, Hkv, S keys, S rivals) when compared
-    position = torch.arange(keys, device=score.device)
-    rival_is_later = position > position[:, None]
-    is_rival = torch.where(rival_is_later, rival >= key, rival > key)
-    end = (is_rival.cumsum(dim=-1, dtype=torch.int32) < window).sum(dim=-1)  # (B, Hkv, S keys)
-    return position[keys - rows :, None] < end[..., None, :]
-
-
 class KeyBias(nn.Module):
     """bias = exp(A · softplus(V · W)) per key, where a short causal convolution lets V tell what came just before.
 
@@ -109,6 +83,7 @@ class DynamicMaskAttention(nn.Module):
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.key_bias = KeyBias(config)
         self.output = nn.Linear(config.width, config.width, bias=False)
+        self.attend = dynamic_mask_attention  # comparison.py puts another function here
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: KeyValueCache) -> Tensor:
         """x (B, S, width), the newest positions -> (B, S, width)."""
@@ -118,8 +93,7 @@ class DynamicMaskAttention(nn.Module):
         value = self.value(x).unflatten(-1, (-1, dim))
         key, value = cache.append(key, value)
         bias = self.key_bias(value)
-        mask = select_keys(bias, self.config.window, rows=x.shape[1])
-        out = attention(query, key, value, mask=mask, bias=bias, is_causal=True)
+        out = self.attend(query, key, value, bias, self.config.window)
         return self.output(out.flatten(2))
 
 

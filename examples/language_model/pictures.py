@@ -6,9 +6,10 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from flash_dmattn import select_keys
 from torch import Tensor
 
-from .model import LanguageModel, select_keys
+from .model import LanguageModel
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -73,8 +74,7 @@ def _biases(model: LanguageModel, tokens: Tensor) -> list[Tensor]:
 def _draw_keys(axes: plt.Axes, tokens: Tensor, bias: Tensor, window: int) -> None:
     """bias (S,): one head's."""
     keys = len(tokens)
-    mask = select_keys(bias[None, None], window, rows=1)
-    visible = torch.ones(keys, dtype=torch.bool) if mask is None else mask[0, 0, 0]
+    visible = select_keys(bias[None, None], window, seqlen_q=1).dense_mask(1)[0, 0, 0]
     seen = bias[visible]
     spread = (seen.max() - seen.min()).clamp(min=1e-6)
     first = max(0, keys - SHOWN_KEYS)

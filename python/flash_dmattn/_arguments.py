@@ -1,7 +1,7 @@
 """Checks of argument types, which only Python can turn into a TypeError. Values are checked by the library."""
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ def check_optional_tensor(name: str, value: object) -> None:
 def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool; got {name} of type {type(value).__name__}")
+
+
+def as_int(name: str, value: object) -> int:
+    """The value as an integer of 64 bits; what does not fit becomes the nearest, which the library judges."""
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int; got {name} of type {type(value).__name__}")
+    return max(-(2**63), min(int(value), 2**63 - 1))
 
 
 def as_number(name: str, value: object) -> float:

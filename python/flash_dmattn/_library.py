@@ -21,8 +21,10 @@ torch.ops.load_library(_LIBRARY_FILE)
 
 _FORWARD = "flash_dmattn::attention_forward"
 _BACKWARD = "flash_dmattn::attention_backward"
+_SELECT = "flash_dmattn::select_keys"
 _forward_op = torch.ops.flash_dmattn.attention_forward.default
 _backward_op = torch.ops.flash_dmattn.attention_backward.default
+_select_op = torch.ops.flash_dmattn.select_keys.default
 _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
 
 # Devices whose tensors the operators take, by the name of the backend. Meta tensors carry shapes only.
@@ -56,6 +58,8 @@ def attention_forward(
     mask: Tensor | None,
     bias: Tensor | None,
     seqlens_k: Tensor | None,
+    interval_begin: Tensor | None,
+    interval_end: Tensor | None,
     scale: float | None,
     softcap: float,
     is_causal: bool,
@@ -69,10 +73,11 @@ def attention_forward(
         ValueError: a device, shape, dtype or number that semantics.md does not allow.
         RuntimeError: forward-mode differentiation, which does not exist.
     """
-    _check_devices(query, key=key, value=value, mask=mask, bias=bias, seqlens_k=seqlens_k)
+    tensors = (query, key, value, mask, bias, seqlens_k, interval_begin, interval_end)
+    _check_devices(_TENSORS, tensors)
     if forward_ad._current_level >= 0:
         _refuse_tangents(query=query, key=key, value=value, bias=bias)
-    arguments = (query, key, value, mask, bias, seqlens_k, scale, softcap, is_causal, deterministic)
+    arguments = (*tensors, scale, softcap, is_causal, deterministic)
     if torch.compiler.is_compiling():
         return _forward_op(*arguments)
     if _functorch_is_active():
@@ -87,16 +92,41 @@ def attention_forward(
         return _forward_op(*arguments)
 
 
-def _check_devices(query: Tensor, **others: Tensor | None) -> None:
-    device = query.device
+def select_keys(
+    scores: Tensor,
+    window_size: int,
+    seqlen_q: int,
+    causal: bool,
+    key_mask: Tensor | None,
+    seqlens_k: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Calls the operator with the scores detached.
+
+    Returns:
+        begin and end, int32 with the shape of scores.
+    Raises:
+        ValueError: a device, shape, dtype or number that semantics.md does not allow.
+    """
+    _check_devices(("scores", "key_mask", "seqlens_k"), (scores, key_mask, seqlens_k))
+    return _select_op(scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k)
+
+
+_TENSORS = ("query", "key", "value", "mask", "bias", "seqlens_k", "intervals.begin", "intervals.end")
+
+
+def _check_devices(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    """The first tensor decides for all."""
+    first, device = names[0], tensors[0].device
     if device.type not in DEVICE_BACKENDS:
         raise ValueError(
-            f"query must be on a device that this build has a backend for; got query on {device}, "
+            f"{first} must be on a device that this build has a backend for; got {first} on {device}, "
             f"available backends: {', '.join(device_backends())}"
         )
-    for name, tensor in others.items():
+    for name, tensor in zip(names, tensors, strict=True):
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} must be on query's device; got {name} on {tensor.device}, query on {device}")
+            raise ValueError(
+                f"{name} must be on the device of {first}; got {name} on {tensor.device}, {first} on {device}"
+            )
 
 
 def _refuse_tangents(**tensors: Tensor | None) -> None:
@@ -120,7 +150,7 @@ def _check_given(**tensors: Tensor | None) -> None:
 
 
 @torch.library.register_fake(_FORWARD, lib=_registrations)
-def _forward_shapes(query, key, value, mask, bias, seqlens_k, scale, softcap, is_causal, deterministic):
+def _forward_shapes(query, key, value, *others_and_options):
     _check_given(query=query, key=key, value=value)
     if query.dim() != 4:
         raise ValueError(f"query must have 4 dimensions; got query {tuple(query.shape)}")
@@ -130,7 +160,9 @@ def _forward_shapes(query, key, value, mask, bias, seqlens_k, scale, softcap, is
 
 
 @torch.library.register_fake(_BACKWARD, lib=_registrations)
-def _backward_shapes(dout, dlse, query, key, value, mask, bias, seqlens_k, out, lse, *options_and_needs):
+def _backward_shapes(
+    dout, dlse, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, out, lse, *options_and_needs
+):
     _check_given(dout=dout, query=query, key=key, value=value, out=out, lse=lse)
     needs = options_and_needs[-4:]
     if bias is None:
@@ -143,6 +175,14 @@ def _backward_shapes(dout, dlse, query, key, value, mask, bias, seqlens_k, out, 
     )
 
 
+@torch.library.register_fake(_SELECT, lib=_registrations)
+def _interval_shapes(scores, window_size, seqlen_q, causal, key_mask, seqlens_k):
+    _check_given(scores=scores)
+    if scores.dim() != 3:
+        raise ValueError(f"scores must have 3 dimensions; got scores {tuple(scores.shape)}")
+    return tuple(scores.new_empty(scores.shape, dtype=torch.int32) for _ in ("begin", "end"))
+
+
 # ---- Gradients
 
 
@@ -153,34 +193,20 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _attention_backward(ctx, dout, dlse):
-    query, key, value, mask, bias, seqlens_k, out, lse = ctx.saved_tensors
+    *inputs, out, lse = ctx.saved_tensors
     needs = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
     if dout is None:
         if dlse is None:
-            return (None,) * 10
+            return (None,) * 12
         dout = torch.zeros_like(out)
     backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
     gradients = backward(
-        dout,
-        dlse,
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        seqlens_k,
-        out,
-        lse,
-        ctx.scale,
-        ctx.softcap,
-        ctx.is_causal,
-        ctx.deterministic,
-        *needs,
+        dout, dlse, *inputs, out, lse, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, *needs
     )
     dquery, dkey, dvalue, dbias = (
         gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
     )
-    return dquery, dkey, dvalue, None, dbias, None, None, None, None, None
+    return dquery, dkey, dvalue, None, dbias, *(None,) * 7
 
 
 def _refuse_second_derivative(ctx, *gradients):
@@ -249,3 +275,4 @@ _registrations.impl("attention_forward", _autocast("cpu"), "AutocastCPU")
 
 torch.library.register_vmap(_FORWARD, _vmap.forward_rule(_forward_op), lib=_registrations)
 torch.library.register_vmap(_BACKWARD, _vmap.backward_rule(_backward_op), lib=_registrations)
+torch.library.register_vmap(_SELECT, _vmap.select_rule(_select_op), lib=_registrations)

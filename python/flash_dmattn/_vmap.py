@@ -52,7 +52,7 @@ def _batch_of(query: Tensor, dim: int | None) -> int:
 def forward_rule(op):
     """The rule for flash_dmattn::attention_forward, in terms of `op` itself."""
 
-    def rule(info, in_dims, query, key, value, mask, bias, seqlens_k, *options):
+    def rule(info, in_dims, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, *options):
         size, batch = info.batch_size, _batch_of(query, in_dims[0])
         out, lse = op(
             _fold("query", query, in_dims[0], size),
@@ -61,6 +61,8 @@ def forward_rule(op):
             _fold_broadcast("mask", mask, in_dims[3], size, batch),
             _fold_broadcast("bias", bias, in_dims[4], size, batch),
             _fold("seqlens_k", seqlens_k, in_dims[5], size),
+            _fold_broadcast("intervals.begin", interval_begin, in_dims[6], size, batch),
+            _fold_broadcast("intervals.end", interval_end, in_dims[7], size, batch),
             *options,
         )
         return (_unfold(out, size), _unfold(lse, size)), (0, 0)
@@ -71,7 +73,8 @@ def forward_rule(op):
 def backward_rule(op):
     """The rule for flash_dmattn::attention_backward, in terms of `op` itself."""
 
-    def rule(info, in_dims, dout, dlse, query, key, value, mask, bias, seqlens_k, out, lse, *options_and_needs):
+    def rule(info, in_dims, dout, dlse, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, *rest):
+        out, lse, *options_and_needs = rest
         size, batch = info.batch_size, _batch_of(query, in_dims[2])
         *_, needs_dbias = needs = options_and_needs[-4:]
         folded_bias = bias if bias is None else _leading(bias, in_dims[6], size)
@@ -90,8 +93,10 @@ def backward_rule(op):
             _fold_broadcast("mask", mask, in_dims[5], size, batch),
             folded_bias,
             _fold("seqlens_k", seqlens_k, in_dims[7], size),
-            _fold("out", out, in_dims[8], size),
-            _fold("lse", lse, in_dims[9], size),
+            _fold_broadcast("intervals.begin", interval_begin, in_dims[8], size, batch),
+            _fold_broadcast("intervals.end", interval_end, in_dims[9], size, batch),
+            _fold("out", out, in_dims[10], size),
+            _fold("lse", lse, in_dims[11], size),
             *options_and_needs,
         )
         *gradients, dbias = gradients
@@ -105,6 +110,24 @@ def backward_rule(op):
                 dbias = dbias.sum(1, keepdim=True)
             dbias = dbias.reshape(bias_shape).to(bias.dtype)
         return (*results, dbias), tuple(0 if needed else None for needed in needs)
+
+    return rule
+
+
+def select_rule(op):
+    """The rule for flash_dmattn::select_keys, in terms of `op` itself."""
+
+    def rule(info, in_dims, scores, window_size, seqlen_q, causal, key_mask, seqlens_k):
+        size, batch = info.batch_size, _batch_of(scores, in_dims[0])
+        begin, end = op(
+            _fold("scores", scores, in_dims[0], size),
+            window_size,
+            seqlen_q,
+            causal,
+            _fold_broadcast("key_mask", key_mask, in_dims[4], size, batch),
+            _fold("seqlens_k", seqlens_k, in_dims[5], size),
+        )
+        return (_unfold(begin, size), _unfold(end, size)), (0, 0)
 
     return rule
 

@@ -11,6 +11,7 @@ from ._arguments import check_bool, check_optional_tensor, resolve_scale
 from ._probabilities import attention_probabilities
 from .flex import flex_dmattn_func as _flex_dmattn_func
 from .functional import attention
+from .selection import KeyIntervals, check_mask
 
 CPU_AVAILABLE = "cpu" in _library.device_backends()
 CUDA_AVAILABLE = "cuda" in _library.device_backends()
@@ -27,7 +28,7 @@ def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | KeyIntervals | None = None,
     attn_bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool | None = None,
@@ -41,7 +42,7 @@ def flash_dmattn_func(
 
     Args:
         query: (B, Sq, H, D); key, value: (B, Sk, Hkv, D).
-        attn_mask: bool, True = visible; called mask in error messages. attn_bias: called bias there.
+        attn_mask: bool, True = visible, or KeyIntervals; called mask in error messages. attn_bias: called bias there.
         scale, softmax_scale: two names of one number, default 1 / sqrt(D).
         is_causal: None means False. softcap: None means 0 (none).
         deterministic: None follows torch.are_deterministic_algorithms_enabled().
@@ -51,7 +52,7 @@ def flash_dmattn_func(
         out (B, Sq, H, D), or with return_attn_probs (out, lse, probs): lse (B, H, Sq), and probs (B, H, Sq, Sk) in
         lse's dtype, each visible row summing to 1 and hidden keys 0. probs is not differentiable.
     """
-    check_optional_tensor("attn_mask", attn_mask)
+    check_mask("attn_mask", attn_mask)
     check_optional_tensor("attn_bias", attn_bias)
     scale = resolve_scale(scale, softmax_scale)
     if return_attn_probs is not None:
@@ -73,6 +74,8 @@ def flash_dmattn_func(
     if not return_attn_probs:
         return result
     out, lse = result
+    if isinstance(attn_mask, KeyIntervals):
+        attn_mask = attn_mask.dense_mask(query.shape[1])
     probs = attention_probabilities(query, key, lse, attn_mask, attn_bias, scale, softcap, is_causal)
     return out, lse, probs
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import as_number, check_bool, check_optional_tensor, check_tensor
+from ._arguments import as_int, as_number, check_bool, check_optional_tensor, check_tensor
+from .selection import KeyIntervals, check_mask
 
 
 def attention(
@@ -12,7 +13,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | KeyIntervals | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
@@ -31,7 +32,8 @@ def attention(
         query: (B, Sq, H, D), float16, bfloat16, float32 or float64.
         key, value: (B, Sk, Hkv, D), query's dtype.
         mask: bool, True = visible; (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key (B or 1, H or Hkv or 1, Sk or 1),
-            or (Sq or 1, Sk or 1). An expanded view is never materialised.
+            or (Sq or 1, Sk or 1). An expanded view is never materialised. Or KeyIntervals (B or 1, H or Hkv or 1, Sk),
+            from `select_keys` for example.
         bias: added to the scores, in the forms of mask; query's dtype or float32. Its gradient has its shape, summed
             over every dimension along which it was broadcast, so pass it unexpanded.
         scale: default 1 / sqrt(D).
@@ -54,11 +56,90 @@ def attention(
     check_tensor("query", query)
     check_tensor("key", key)
     check_tensor("value", value)
-    check_optional_tensor("mask", mask)
+    check_mask("mask", mask)
     check_optional_tensor("bias", bias)
     check_optional_tensor("seqlens_k", seqlens_k)
-    check_bool("is_causal", is_causal)
     check_bool("return_lse", return_lse)
+    options = _check_options(scale, softcap, is_causal, deterministic)
+    begin, end = (mask.begin, mask.end) if isinstance(mask, KeyIntervals) else (None, None)
+    mask = None if isinstance(mask, KeyIntervals) else mask
+    out, lse = _library.attention_forward(query, key, value, mask, bias, seqlens_k, begin, end, *options)
+    return (out, lse) if return_lse else out
+
+
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    window_size: int,
+    *,
+    scores: Tensor | None = None,
+    is_causal: bool = True,
+    selection: str = "causal",
+    key_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of every row to the `window_size` keys of highest score, with `key_bias` added to their scores.
+
+    `select_keys` and `attention` in one call: O(Sk log window_size) for the selection, which holds two integers per key
+    instead of an Sq x Sk mask, and then time proportional to what is kept. The bias is what carries a gradient to the
+    scores. Source: "Trainable Dynamic Mask Sparse Attention", arXiv 2508.02124; docs/semantics.md.
+
+    Args:
+        query: (B, Sq, H, D); key, value: (B, Sk, Hkv, D), as in `attention`.
+        key_bias: (B or 1, H or Hkv or 1, Sk), query's dtype or float32; called bias in error messages of its dtype. Its
+            gradient has its shape.
+        window_size: keys that a row sees at most.
+        scores: what to select by, detached; default key_bias. (B or 1, H or Hkv or 1, Sk), any floating dtype.
+        is_causal: row i sees keys j <= i + n - Sq, where n keys exist.
+        selection: "causal", each row keeps the highest among the keys it can see, which needs is_causal; or "per_key",
+            the highest of all existing keys, the same for every row, of which the causal rule may then hide some.
+        key_mask: bool (B or 1, heads of scores or 1, Sk); False hides the key, before the selection.
+        seqlens_k: int32 (B), only the first seqlens_k[b] keys exist.
+        scale, softcap, deterministic, return_lse: as in `attention`; softcap None means 0 (none).
+
+    Returns:
+        As `attention`: out (B, Sq, H, D), and with return_lse lse (B, H, Sq).
+
+    Raises:
+        As `attention`, and ValueError: is_causal=False with selection="causal", or another selection.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("key_bias", key_bias)):
+        check_tensor(name, tensor)
+    for name, tensor in (("scores", scores), ("key_mask", key_mask), ("seqlens_k", seqlens_k)):
+        check_optional_tensor(name, tensor)
+    check_bool("return_lse", return_lse)
+    options = _check_options(scale, 0.0 if softcap is None else softcap, is_causal, deterministic)
+    window_size = as_int("window_size", window_size)
+    if selection not in ("causal", "per_key"):
+        raise ValueError(f"selection must be 'causal' or 'per_key'; got selection {selection!r}")
+    if selection == "causal" and not is_causal:
+        raise ValueError(
+            "selection 'causal' needs is_causal=True, since it chooses among the keys of a row's past; got is_causal "
+            "False: choose 'per_key'"
+        )
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
+    _check_per_key("key_bias", key_bias, key)
+    scores = key_bias if scores is None else scores
+    _check_per_key("scores", scores, key)
+
+    scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k)
+    begin, end = _library.select_keys(scores, window_size, query.shape[1], selection == "causal", key_mask, seqlens_k)
+    out, lse = _library.attention_forward(query, key, value, None, key_bias, seqlens_k, begin, end, *options)
+    return (out, lse) if return_lse else out
+
+
+def _check_options(
+    scale: object, softcap: object, is_causal: object, deterministic: object
+) -> tuple[float | None, float, bool, bool]:
+    check_bool("is_causal", is_causal)
     if scale is not None:
         scale = as_number("scale", scale)
     softcap = as_number("softcap", softcap)
@@ -66,7 +147,19 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         check_bool("deterministic", deterministic)
-    out, lse = _library.attention_forward(
-        query, key, value, mask, bias, seqlens_k, scale, softcap, is_causal, deterministic
-    )
-    return (out, lse) if return_lse else out
+    return scale, softcap, is_causal, deterministic
+
+
+def _check_per_key(name: str, tensor: Tensor, key: Tensor) -> None:
+    # With another rank or length it might still be a valid bias of another form.
+    if tensor.dim() != 3 or tensor.shape[2] != key.shape[1]:
+        raise ValueError(
+            f"{name} must be (B or 1, H or Hkv or 1, Sk); got {name} {tuple(tensor.shape)}, key {tuple(key.shape)}"
+        )
+
+
+def _expand_scores(scores: Tensor, batch: int, key_mask: Tensor | None, seqlens_k: Tensor | None) -> Tensor:
+    """A view of scores of batch size 1 for the whole batch, if its elements hide different keys."""
+    if scores.shape[0] == 1 and (seqlens_k is not None or (key_mask is not None and key_mask.shape[:1] != (1,))):
+        return scores.expand(batch, -1, -1)
+    return scores

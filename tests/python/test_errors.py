@@ -112,7 +112,7 @@ VALUE_ERRORS = {
     "softcap negative": ({"softcap": -1}, "softcap must be finite and not negative; got softcap -1"),
     "softcap nan": ({"softcap": NAN}, "softcap must be finite and not negative; got softcap nan"),
     "key device": ({"key": torch.zeros(2, 5, 2, 8, device="meta")}, "got key on meta, query on cpu"),
-    "mask device": ({"mask": bits(3, 5).to("meta")}, "mask must be on query's device; got mask on meta, query on cpu"),
+    "mask device": ({"mask": bits(3, 5).to("meta")}, "mask must be on the device of query; got mask on meta, query on"),
 }
 
 
@@ -132,7 +132,7 @@ TYPE_ERRORS = {
     "query list": ({"query": [[1.0]]}, "query must be a torch.Tensor; got query of type list"),
     "key none": ({"key": None}, "key must be a torch.Tensor; got key of type NoneType"),
     "value array": ({"value": np.zeros(3)}, "value must be a torch.Tensor; got value of type ndarray"),
-    "mask list": ({"mask": [True]}, "mask must be a torch.Tensor or None; got mask of type list"),
+    "mask list": ({"mask": [True]}, "mask must be a torch.Tensor, KeyIntervals or None; got mask of type list"),
     "bias number": ({"bias": 1.0}, "bias must be a torch.Tensor or None; got bias of type float"),
     "seqlens list": ({"seqlens_k": [3, 5]}, "seqlens_k must be a torch.Tensor or None; got seqlens_k of type list"),
     "scale text": ({"scale": "0.5"}, "scale must be a number; got scale of type str"),
@@ -155,7 +155,7 @@ def test_type_errors(changes: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attn_mask": [True]}, "attn_mask must be a torch.Tensor or None; got attn_mask of type list"),
+        ({"attn_mask": [True]}, "attn_mask must be a torch.Tensor, KeyIntervals or None; got attn_mask of type list"),
         ({"attn_bias": 0}, "attn_bias must be a torch.Tensor or None; got attn_bias of type int"),
         ({"softmax_scale": "1"}, "softmax_scale must be a number; got softmax_scale of type str"),
         ({"return_attn_probs": 1}, "return_attn_probs must be a bool; got return_attn_probs of type int"),
@@ -177,7 +177,7 @@ def test_other_devices_are_named() -> None:
             )
             with pytest.raises(ValueError, match=message):
                 attention(tensor, tensor, tensor)
-        with pytest.raises(ValueError, match="value must be on query's device; got value on cuda:0, query on cpu"):
+        with pytest.raises(ValueError, match="value must be on the device of query; got value on cuda:0, query on cpu"):
             attention(cpu, cpu, tensor)
 
 
@@ -201,8 +201,8 @@ BACKWARD_ERRORS = {
     "dout scalar": (0, torch.zeros(()), "dout must have 1 to 4 dimensions"),
     "dlse shape": (1, torch.zeros(2, 4, 4), "dlse must have the shape (B, H, Sq) = (2, 4, 3); got dlse (2, 4, 4)"),
     "dlse dtype": (1, torch.zeros(2, 4, 3).double(), "dlse must be float32; got dlse float64"),
-    "out shape": (8, torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
-    "lse shape": (9, torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
+    "out shape": (10, torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
+    "lse shape": (11, torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
     "key shape": (3, torch.zeros(2, 5, 2, 4), "key must have query's head dim"),
 }
 
@@ -211,8 +211,8 @@ BACKWARD_ERRORS = {
 def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, message: str) -> None:
     query, key, value = inputs().values()
     options = (None, 0.0, False, False)
-    out, lse = FORWARD(query, key, value, None, None, None, *options)
-    arguments = [torch.zeros_like(out), None, query, key, value, None, None, None, out, lse, *options]
+    out, lse = FORWARD(query, key, value, *(None,) * 5, *options)
+    arguments = [torch.zeros_like(out), None, query, key, value, *(None,) * 5, out, lse, *options]
     arguments[position] = tensor
     with pytest.raises(ValueError, match=re.escape(message)):
         BACKWARD(*arguments, True, True, True, False)
@@ -223,7 +223,7 @@ def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, m
 def test_none_for_a_tensor_in_a_direct_call(name: str, device: str) -> None:
     tensors = [None if other == name else tensor.to(device) for other, tensor in inputs().items()]
     with pytest.raises((TypeError, ValueError), match=f"{name} must be a"):
-        FORWARD(*tensors, None, None, None, None, 0.0, False, False)
+        FORWARD(*tensors, *(None,) * 6, 0.0, False, False)
 
 
 # ---- Garbage never crashes the process

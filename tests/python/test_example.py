@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from flash_dmattn import dynamic_mask_attention
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from language_model.model import LanguageModel, ModelConfig, select_keys  # noqa: E402
+from language_model.comparison import topk_mask_attention  # noqa: E402
+from language_model.model import LanguageModel, ModelConfig  # noqa: E402
 from language_model.text import load_text  # noqa: E402
 
 STEPS = 100
@@ -52,6 +54,9 @@ def test_loss_falls_below_unigram_entropy(finished: tuple[Path, str]) -> None:
     assert losses[0] > 7  # an untrained model knows nothing: about 8 bits
     assert sum(losses[-10:]) / 10 < unigram - 0.4
     assert summary["validation_bits_per_byte"] < unigram - 0.4
+    speeds = summary["step_tokens_per_second"]
+    assert sorted(speeds) == ["dynamic_mask_attention", "sdpa_topk_mask"]
+    assert all(speed > 0 and f"{speed:,.0f} tokens/s" in printed for speed in speeds.values())
     assert f"{unigram:.3f}" in printed and f"{summary['validation_bits_per_byte']:.3f}" in printed
 
 
@@ -100,19 +105,19 @@ def test_trains_under_autocast(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("window", [1, 7, 40])
-def test_select_keys_keeps_the_best_of_each_prefix(window: int) -> None:
-    keys = 40
-    score = torch.randint(0, 5, (2, 3, keys)).float()  # many ties: the newest key wins
-    mask = select_keys(score, window, rows=keys)
-    if window >= keys:
-        assert mask is None
-        return
-    for batch, head, row in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(keys)).tolist():
-        seen = range(row + 1)
-        best = sorted(seen, key=lambda key: (score[batch, head, key].item(), key))[-window:]
-        assert [key for key in seen if mask[batch, head, row, key]] == sorted(best)
-    assert torch.equal(select_keys(score, window, rows=3), mask[:, :, -3:])
+@pytest.mark.parametrize("window", [1, 7, 40, 50])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_comparison_attends_to_the_same_keys(window: int, rows: int) -> None:
+    leaves = [
+        torch.randn(2, size, heads, 16).double().requires_grad_() for size, heads in ((rows, 4), (40, 2), (40, 2))
+    ]
+    leaves.append(torch.randn(2, 2, 40).double().requires_grad_())
+    results = []
+    for function in (dynamic_mask_attention, topk_mask_attention):
+        out = function(*leaves, window)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
 def small_model() -> LanguageModel:

@@ -46,8 +46,8 @@ def call(case: Case, **others: object) -> tuple[Tensor, Tensor]:
 def forward_arguments(case: Case) -> tuple[object, ...]:
     options = case.options
     return (
-        *(case.query, case.key, case.value, case.mask, case.bias, options.get("seqlens_k"), options.get("scale")),
-        *(options.get("softcap", 0.0), options.get("is_causal", False), False),
+        *(case.query, case.key, case.value, case.mask, case.bias, options.get("seqlens_k"), None, None),
+        *(options.get("scale"), options.get("softcap", 0.0), options.get("is_causal", False), False),
     )
 
 
@@ -287,7 +287,7 @@ def recorded_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     flags = []
 
     def record(*arguments: object) -> tuple[Tensor, Tensor]:
-        flags.append(arguments[9])
+        flags.append(arguments[11])
         return FORWARD(*arguments)
 
     monkeypatch.setattr(_library, "_forward_op", record)
