@@ -55,8 +55,8 @@ test: lint test-cpp test-python  ## all that this machine can test
 test-cpp: build  ## the C++ tests
 	@ctest --preset $(PRESET)
 
-test-python: library  ## the Python tests (ARGS="-k name")
-	@$(PY) -m pytest tests/python $(ARGS)
+test-python: library  ## the Python tests (ARGS="-k name"; ARGS="-n 0" without worker processes)
+	@$(PY) -m pytest tests/python -n 2 --dist loadfile $(ARGS)
 
 test-sanitize: setup  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(CONFIGURE) --preset sanitize

@@ -1,4 +1,4 @@
-"""Fair timing of two things against each other, and the report."""
+"""Fair timing of two things against each other, or of one, and the report."""
 
 from __future__ import annotations
 
@@ -18,35 +18,46 @@ from rich.table import Table
 
 @dataclass
 class Comparison:
-    """One line of the report. `ratio` is PyTorch's figure over ours: above 1, ours is better."""
+    """One line of the report. `ratio` is the other's figure over ours: above 1, ours is better."""
 
     case: str
     what: str  # forward, backward, ...
     dtype: str
     unit: str
     ours: float
-    theirs: float
-    ratio: float
-    ratio_low: float  # quartiles of the ratios of single pairs: how far to trust the median
-    ratio_high: float
+    theirs: float | None = None  # None: compared with nothing
+    ratio: float | None = None
+    ratio_low: float | None = None  # quartiles of the ratios of single pairs: how far to trust the median
+    ratio_high: float | None = None
     goal: float | None = None  # for the ratio
-    limit: float | None = None  # for ours, in `unit`
+    limit: float | None = None  # for ours, in `unit`: at most
+    least: float | None = None  # for ours, in `unit`: at least
+    other: str = "PyTorch"  # whose figure `theirs` is
 
     @property
     def reached(self) -> bool | None:
-        if self.goal is None and self.limit is None:
+        if self.goal is None and self.limit is None and self.least is None:
             return None
-        return (self.goal is None or self.ratio >= self.goal) and (self.limit is None or self.ours <= self.limit)
+        return (
+            (self.goal is None or self.ratio >= self.goal)
+            and (self.limit is None or self.ours <= self.limit)
+            and (self.least is None or self.ours >= self.least)
+        )
 
     @property
     def aim(self) -> str:
-        aims = [] if self.goal is None else [f"ratio ≥ {self.goal:g}"]
-        return ", ".join(aims if self.limit is None else [*aims, f"≤ {self.limit:g} {self.unit}"])
+        aims = [
+            None if self.goal is None else f"ratio ≥ {self.goal:g}",
+            None if self.limit is None else f"≤ {self.limit:g} {self.unit}",
+            None if self.least is None else f"≥ {self.least:g} {self.unit}",
+        ]
+        return ", ".join(aim for aim in aims if aim is not None)
 
 
 @dataclass
 class Report:
     machine: dict[str, object]
+    title: str = "flash_dmattn against PyTorch; ratio = PyTorch / flash_dmattn (its quartiles)"
     comparisons: list[Comparison] = field(default_factory=list)
 
     def write_json(self, path: Path) -> None:
@@ -57,20 +68,30 @@ class Report:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
     def print_table(self, console: Console) -> None:
-        table = Table(title="flash_dmattn against PyTorch; ratio = PyTorch / flash_dmattn (its quartiles)")
+        others = {line.other for line in self.comparisons if line.theirs is not None}
+        only_other = others.pop() if len(others) == 1 else None
+        table = Table(title=self.title)
         for name in ("case", "what", "dtype"):
             table.add_column(name)
-        for name in ("flash_dmattn", "PyTorch", "ratio", "aim"):
+        for name in ("flash_dmattn", only_other or "other", "ratio", "aim"):
             table.add_column(name, justify="right", no_wrap=True)
         for line in self.comparisons:
             color = {None: "default", True: "green", False: "red"}[line.reached]
+            theirs = ratio = ""
+            if line.theirs is not None:
+                theirs = (
+                    f"{line.theirs:.4g} {line.unit}" if only_other else f"{line.other}: {line.theirs:.4g} {line.unit}"
+                )
+                ratio = f"{line.ratio:.2f} ({line.ratio_low:.2f} – {line.ratio_high:.2f})"
+            # The figure that the aim is about is the one that is coloured.
+            ours_color, ratio_color = (color, "default") if line.goal is None else ("default", color)
             table.add_row(
                 line.case,
                 line.what,
                 line.dtype,
-                f"{line.ours:.4g} {line.unit}",
-                f"{line.theirs:.4g} {line.unit}",
-                f"[{color}]{line.ratio:.2f} ({line.ratio_low:.2f} – {line.ratio_high:.2f})[/]",
+                f"[{ours_color}]{line.ours:.4g} {line.unit}[/]",
+                theirs,
+                f"[{ratio_color}]{ratio}[/]",
                 line.aim,
             )
         console.print(table)
@@ -88,6 +109,7 @@ def compare_times(
     unit: str = "ms",
     goal: float | None = None,
     limit: float | None = None,
+    other: str = "PyTorch",
 ) -> Comparison:
     """Times of one call each; a sample averages over `calls` of them."""
     per_second = {"ms": 1e3, "us": 1e6}[unit]
@@ -96,7 +118,7 @@ def compare_times(
         return lambda: sample_seconds(function, calls) * per_second
 
     samples = sampler(ours), sampler(theirs)
-    return compare_samples(case, what, dtype, unit, *samples, repeats=repeats, goal=goal, limit=limit)
+    return compare_samples(case, what, dtype, unit, *samples, repeats=repeats, goal=goal, limit=limit, other=other)
 
 
 def compare_samples(
@@ -110,6 +132,7 @@ def compare_samples(
     repeats: int,
     goal: float | None = None,
     limit: float | None = None,
+    other: str = "PyTorch",
 ) -> Comparison:
     """Medians over `repeats` samples each, after a warm-up.
 
@@ -133,7 +156,25 @@ def compare_samples(
         ratio_high=high,
         goal=goal,
         limit=limit,
+        other=other,
     )
+
+
+def measure_samples(
+    case: str,
+    what: str,
+    dtype: torch.dtype,
+    unit: str,
+    sample: Callable[[], float],
+    *,
+    repeats: int,
+    limit: float | None = None,
+    least: float | None = None,
+) -> Comparison:
+    """The median over `repeats` samples after a warm-up, compared with nothing."""
+    sample()
+    ours = statistics.median(sample() for _ in range(repeats))
+    return Comparison(case, what, str(dtype).removeprefix("torch."), unit, ours, limit=limit, least=least)
 
 
 def sample_seconds(function: Callable[[], object], calls: int) -> float:

@@ -13,6 +13,11 @@ settings.register_profile("default", deadline=None, max_examples=100)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores: one thread each, and for the processes they start. Tests about threads set their number.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:

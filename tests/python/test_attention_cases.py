@@ -51,10 +51,10 @@ def test_zero_sizes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert gradient.shape == getattr(case, name).shape and not gradient.any()
 
 
-@pytest.mark.parametrize("rows, keys", [(1400, 1400), (700, 2500), (2500, 700)])
+@pytest.mark.parametrize("rows, keys", [(700, 700), (330, 1300), (1300, 330)])
 @pytest.mark.parametrize("feature", ["causal", "window", "blocks", "random", "few_keys", "documents"])
 def test_many_tiles(rows: int, keys: int, feature: str) -> None:
-    """Long enough for several chunks of rows, with the mask structures that a plan tells apart."""
+    """Several chunks of rows and blocks of listed keys, with the mask structures that a plan tells apart."""
     dtype = LOW[keys % 3 == 0] if feature in ("window", "few_keys") else torch.float32
     case = make_case(1, 2, 1, rows, keys, dtype=dtype, bias=(1, 2, 1, keys), is_causal=feature == "causal")
     row, key = torch.arange(rows)[:, None], torch.arange(keys)
@@ -66,8 +66,8 @@ def test_many_tiles(rows: int, keys: int, feature: str) -> None:
         .repeat_interleave(50, 0)
         .repeat_interleave(30, 1)[:rows, :keys],
         "random": torch.rand(rows, keys, generator=generator) < 0.02,
-        "few_keys": (torch.rand(1, keys, generator=generator) < 0.05),
-        "documents": row // 333 == key // 333,
+        "few_keys": (torch.rand(1, keys, generator=generator) < 0.4),
+        "documents": row // 170 == key // 170,
     }[feature]
     case = poison_unseen(replace(case, mask=mask))
     assert_case_close(case, run_library(case))

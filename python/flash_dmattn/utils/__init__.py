@@ -1,0 +1,1 @@
+"""Helpers around the attention functions."""
