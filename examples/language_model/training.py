@@ -22,7 +22,7 @@ BITS = 1 / math.log(2)  # bits per nat
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    steps: int = 700
+    steps: int = 1200
     context: int = 512  # bytes per sequence
     batch_size: int = 4
     learning_rate: float = 4e-3

@@ -308,6 +308,11 @@ class BackwardUnit {
       } else if (!bent) {
         differentiate_tile(terms, visible, scores, gradients, in_block,
                            [&](Vec gradient, int key) { Products::store_probabilities(gradient, gradients, key); });
+      } else if (dbias_.wants_columns() && rule_.softcap == 0.0f) {
+        differentiate_tile(terms, visible, scores, gradients, in_block, [&](Vec gradient, int key) {
+          dbias_.add_to_columns(gradient, key);
+          Products::store_probabilities(gradient, gradients, key);
+        });
       } else {
         HWY_ALIGN float tile_gradients[kKeyTile];
         differentiate_tile(terms, visible, scores, gradients, in_block, [&](Vec gradient, int key) {

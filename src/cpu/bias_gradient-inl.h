@@ -21,6 +21,7 @@ class BiasGradientSink {
   }
 
   bool wanted() const { return kind_ != BiasGradient::kNone; }
+  bool wants_columns() const { return kind_ == BiasGradient::kColumns; }
 
   void begin_unit(float* columns, std::size_t size) {
     columns_ = columns;
@@ -69,13 +70,17 @@ class BiasGradientSink {
     }
   }
 
+  // One vector of d loss / d score at `in_block` of the key block, for a bias that all rows share.
+  HWY_INLINE void add_to_columns(Vec gradient, int in_block) {
+    hn::Store(hn::Add(hn::Load(kFloats, block_ + in_block), gradient), kFloats, block_ + in_block);
+  }
+
   // `values`: d loss / d score of `row` of the chunk for the kKeyTile listed keys from `first` on, 0 where
   // hidden; `in_block` is the tile's place in the key block.
   HWY_INLINE void add_tile(int row, int first, int in_block, const float* values) {
     if (kind_ == BiasGradient::kColumns) {
       for (int key = 0; key < kKeyTile; key += kLanes) {
-        float* to = block_ + in_block + key;
-        hn::Store(hn::Add(hn::Load(kFloats, to), hn::Load(kFloats, values + key)), kFloats, to);
+        add_to_columns(hn::Load(kFloats, values + key), in_block + key);
       }
       return;
     }
