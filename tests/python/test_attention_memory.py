@@ -56,6 +56,47 @@ def test_expanded_mask_takes_a_few_megabytes() -> None:
     assert backward < sums + 8, f"{backward:.1f} MiB beyond inputs, results and gradients"
 
 
+DYNAMIC_MASK = """
+import sys
+import torch
+import flash_dmattn
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+
+def run(length, window=1024, head_dim=32):
+    make = lambda: torch.randn(1, length, 1, head_dim, requires_grad=True)
+    query, key, value = make(), make(), make()
+    bias = torch.randn(1, 1, length, requires_grad=True)
+    dout = torch.randn(1, length, 1, head_dim)
+    before = peak()
+    out = flash_dmattn.dynamic_mask_attention(query, key, value, bias, window)
+    gradients = torch.autograd.grad(out, (query, key, value, bias), dout)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    return peak() - before
+
+torch.set_num_threads(2)
+run(2048)
+print(run(int(sys.argv[1])))
+"""
+
+
+@linux_only
+def test_dynamic_mask_memory_grows_linearly() -> None:
+    """Selection, forward and backward: what they take beyond their inputs, at three lengths."""
+    taken = []
+    for length in (65536, 131072, 262144):
+        result = subprocess.run(
+            [sys.executable, "-c", DYNAMIC_MASK, str(length)], capture_output=True, text=True, timeout=240
+        )
+        assert result.returncode == 0, result.stderr
+        taken.append(int(result.stdout) / length)
+    # Results, gradients and two sums of dK and dV are some 1050 bytes a key; a mask would be `length` bytes.
+    assert max(taken) < 1500, f"{taken} bytes a key"
+    assert taken[2] < 1.2 * taken[0], f"{taken} bytes a key"
+
+
 def sparse_memory(length: int) -> memoryview:
     """Address space of which only what is touched becomes memory."""
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
