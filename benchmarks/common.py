@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -229,3 +230,15 @@ def _status_kib(name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1])
     raise OSError(f"/proc/self/status has no {name}")
+
+
+def benchmark_parser(description: str, cases: Iterable[str], repeats: str) -> argparse.ArgumentParser:
+    """The options that every benchmark script has; `repeats` says what is repeated."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    cases = list(cases)
+    parser.add_argument("--only", nargs="+", choices=cases, default=cases, help="cases to run")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=11, help=repeats)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check this script")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser

@@ -15,13 +15,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from common import (
     Comparison,
     Report,
+    benchmark_parser,
     compare_samples,
     compare_times,
     describe_machine,
@@ -255,14 +255,7 @@ CASES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to run")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=11, help="pairs of samples per line")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check this script")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = benchmark_parser(__doc__.split("\n")[0], CASES, "pairs of samples per line")
     parser.add_argument("--measure-memory", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from common import (
     Comparison,
     Report,
+    benchmark_parser,
     compare_samples,
     compare_times,
     describe_machine,
@@ -294,14 +295,7 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to run")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=11, help="samples per line; at most 5 where one takes long")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check this script")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = benchmark_parser(__doc__.split("\n")[0], CASES, "samples per line; at most 5 where one takes long")
     parser.add_argument("--plot", type=Path, help="also draw time against length into this PNG")
     arguments = parser.parse_args()
     if arguments.plot and "lengths" not in arguments.only:

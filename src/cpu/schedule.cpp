@@ -19,10 +19,6 @@ constexpr int kStripRows = 2 * kBackwardRowTile;
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
 
-bool mask_differs_by_row_and_key(const AttentionProblem& problem) {
-  return problem.mask.defined() && problem.mask.row_stride != 0 && problem.mask.key_stride != 0;
-}
-
 bool is_shared_in_group(const BroadcastView& view, std::int64_t group) {
   return !view.defined() || view.head_stride == 0 || view.head_divisor >= group;
 }

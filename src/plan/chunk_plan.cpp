@@ -45,9 +45,12 @@ Scratch take_scratch(const AttentionProblem& problem, int chunk_rows, int row_ti
 
 }  // namespace
 
+bool mask_differs_by_row_and_key(const AttentionProblem& problem) {
+  return problem.mask.defined() && problem.mask.row_stride != 0 && problem.mask.key_stride != 0;
+}
+
 bool needs_bitmap(const AttentionProblem& problem) {
-  const bool mask_differs = problem.mask.defined() && problem.mask.row_stride != 0 && problem.mask.key_stride != 0;
-  return mask_differs || problem.interval_begin.defined();
+  return mask_differs_by_row_and_key(problem) || problem.interval_begin.defined();
 }
 
 std::int64_t count_visible(const ChunkPlan& plan) {

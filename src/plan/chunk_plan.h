@@ -52,6 +52,9 @@ struct ChunkPlan {
 // Number of visible scores of the chunk, for one head.
 std::int64_t count_visible(const ChunkPlan&);
 
+// Whether the mask has an entry of its own for every row and key, so that planning reads all of it.
+bool mask_differs_by_row_and_key(const AttentionProblem&);
+
 // Whether rows may differ in more than the length of a prefix.
 bool needs_bitmap(const AttentionProblem&);
 
