@@ -1,4 +1,5 @@
-// The PyTorch operators flash_dmattn::attention_forward, attention_backward, select_keys and cpu_info.
+// The PyTorch operators flash_dmattn::attention_forward, attention_backward, select_keys, mask_intervals, plan_report,
+// plan_chunks and cpu_info.
 //
 // The only file that includes torch, and of torch only the stable ABI: one binary serves every later version and
 // every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -20,6 +22,7 @@
 
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/info.h"
+#include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 
 namespace {
@@ -32,6 +35,8 @@ using flash_dmattn::AttentionOptions;
 using flash_dmattn::AttentionOutputs;
 using flash_dmattn::DType;
 using flash_dmattn::KeyIntervals;
+using flash_dmattn::PlannedChunk;
+using flash_dmattn::PlanReport;
 using flash_dmattn::SelectionContext;
 using flash_dmattn::SelectionInputs;
 using flash_dmattn::SelectionOptions;
@@ -259,6 +264,91 @@ std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, 
   return {begin, end};
 }
 
+std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
+  const TensorView view = view_of("mask", mask, "must be bool");
+  if (view.rank != 4) check(Status::invalid("mask", "must have 4 dimensions", std::to_string(view.rank)));
+  const std::int64_t sizes[] = {view.shape[0], view.shape[1], view.shape[3]};
+  const Tensor begin = empty_cpu({sizes, 3}, ScalarType::Int), end = empty_cpu({sizes, 3}, ScalarType::Int);
+  TorchExecutor executor;
+  bool exact = false;
+  check(flash_dmattn::mask_intervals(view, is_causal, make_intervals(begin, end), &exact, {.executor = &executor}));
+  return {begin, end, exact};
+}
+
+// For plans, which read the sizes of query and key only: any strides will do.
+AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask,
+                                    const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
+                                    const std::optional<Tensor>& interval_end) {
+  AttentionInputs inputs = make_inputs(query, key, key, mask, {}, seqlens_k, interval_begin, interval_end);
+  for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->strides[view->rank - 1] = 1;
+  return inputs;
+}
+
+// The counts in the order of the fields of PlanReport in python/flash_dmattn/planning.py.
+std::tuple<std::vector<std::int64_t>, std::string, std::string> plan_report(
+    Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
+    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal, bool deterministic) {
+  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  TorchExecutor executor;
+  PlanReport report;
+  check(flash_dmattn::plan_report(inputs, {{}, 0.0, is_causal, deterministic}, &report, {.executor = &executor}));
+  const flash_dmattn::AttentionCounters& counted = report.counters;
+  std::vector<std::int64_t> counts = {counted.scores_kept,
+                                      counted.scores_computed,
+                                      counted.tiles_skipped,
+                                      counted.tiles_partial,
+                                      counted.tiles_visited - counted.tiles_partial,
+                                      counted.keys_packed,
+                                      static_cast<std::int64_t>(report.scratch_bytes),
+                                      counted.plans,
+                                      counted.plans_listed,
+                                      counted.plans_bitmap,
+                                      report.chunk_rows,
+                                      report.row_tile,
+                                      report.key_tile,
+                                      report.shared_heads};
+  return {std::move(counts), std::move(report.backend), std::move(report.rule)};
+}
+
+// One int64 row (row_begin, rows, listed keys, is_list, has_bitmap, row_tile, key_tile) a chunk, and the keys (int32),
+// visible (bool) and tiles (uint8: 0 empty, 1 partial, 2 full) of all chunks behind one another.
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key, std::optional<Tensor> mask,
+                                                       std::optional<Tensor> seqlens_k,
+                                                       std::optional<Tensor> interval_begin,
+                                                       std::optional<Tensor> interval_end, bool is_causal,
+                                                       std::int64_t batch, std::int64_t head) {
+  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  TorchExecutor executor;
+  // The same chunks for any number of threads.
+  const AttentionOptions options = {{}, 0.0, is_causal, true};
+  std::vector<PlannedChunk> chunks;
+  check(flash_dmattn::plan_chunks(inputs, options, batch, head, &chunks, {.executor = &executor}));
+
+  std::vector<std::int64_t> table;
+  std::vector<std::int32_t> keys;
+  std::vector<std::uint8_t> visible;
+  std::vector<PlannedChunk::Tile> tiles;
+  for (const PlannedChunk& chunk : chunks) {
+    for (const std::int64_t entry :
+         {chunk.row_begin, std::int64_t{chunk.rows}, std::ssize(chunk.keys), std::int64_t{chunk.is_list},
+          std::int64_t{chunk.has_bitmap}, std::int64_t{chunk.row_tile}, std::int64_t{chunk.key_tile}}) {
+      table.push_back(entry);
+    }
+    keys.insert(keys.end(), chunk.keys.begin(), chunk.keys.end());
+    visible.insert(visible.end(), chunk.visible.begin(), chunk.visible.end());
+    tiles.insert(tiles.end(), chunk.tiles.begin(), chunk.tiles.end());
+  }
+  const auto copied = [](const auto& values, ScalarType dtype) {
+    const std::int64_t size = std::ssize(values);
+    Tensor tensor = empty_cpu({&size, 1}, dtype);
+    std::copy_n(reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(values[0]),
+                static_cast<std::byte*>(tensor.data_ptr()));
+    return tensor;
+  };
+  return {copied(table, ScalarType::Long), copied(keys, ScalarType::Int), copied(visible, ScalarType::Bool),
+          copied(tiles, ScalarType::Byte)};
+}
+
 std::tuple<std::string, std::string, std::string, std::vector<std::string>, std::vector<std::string>> cpu_info() {
   flash_dmattn::CpuInfo info = flash_dmattn::cpu_info();
   return {flash_dmattn::version(), std::move(info.isa_float), std::move(info.isa_bfloat16), std::move(info.compiled),
@@ -281,6 +371,14 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def(
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
       "Tensor? seqlens_k) -> (Tensor begin, Tensor end)");
+  library.def("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
+  library.def(
+      "plan_report(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
+      "Tensor? interval_end, bool is_causal, bool deterministic) -> (int[] counts, str backend, str rule)");
+  library.def(
+      "plan_chunks(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
+      "Tensor? interval_end, bool is_causal, int batch, int head) "
+      "-> (Tensor chunks, Tensor keys, Tensor visible, Tensor tiles)");
   library.def("cpu_info() -> (str version, str isa_float, str isa_bfloat16, str[] compiled, str[] supported)");
 }
 
@@ -288,6 +386,9 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
   library.impl("attention_forward", TORCH_BOX(&attention_forward));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
   library.impl("select_keys", TORCH_BOX(&select_keys));
+  library.impl("mask_intervals", TORCH_BOX(&mask_intervals));
+  library.impl("plan_report", TORCH_BOX(&plan_report));
+  library.impl("plan_chunks", TORCH_BOX(&plan_chunks));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, library) {

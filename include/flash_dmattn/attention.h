@@ -71,6 +71,11 @@ struct AttentionCounters {
   std::int64_t scores_kept = 0;      // visible scores
   std::int64_t scores_computed = 0;  // scores whose product was evaluated
   std::int64_t keys_packed = 0;      // keys copied into tiles, counted once per chunk of rows and key head
+  std::int64_t plans = 0;            // plans of a chunk of rows, counted once for query heads that share one
+  std::int64_t plans_listed = 0;     // of those, plans whose keys are a list; the others' are a range
+  std::int64_t plans_bitmap = 0;     // of those, plans that tell rows apart by a bitmap; the others by prefixes
+
+  bool operator==(const AttentionCounters&) const = default;
 };
 
 struct AttentionContext {

@@ -1,5 +1,6 @@
 #include "api/validate.h"
 
+#include <algorithm>
 #include <array>
 #include <cfloat>
 #include <cmath>
@@ -470,6 +471,27 @@ Status make_selection_problem(const SelectionInputs& inputs, const SelectionOpti
   problem->scores = scores.data;
   problem->dtype = scores.dtype;
   for (int dim = 0; dim < 3; ++dim) problem->score_strides[dim] = scores.strides[dim];
+  return {};
+}
+
+Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals& intervals,
+                                   MaskIntervalsProblem* problem) {
+  *problem = {};
+  const Dims shape = {mask.shape[0], mask.shape[1], mask.shape[3]};
+  Status status =
+      check_all({{"mask", &mask, DType::kBool, "(B, heads, Sq, Sk)", 4, mask.shape, Layout::kAny},
+                 {"intervals.begin", &intervals.begin, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous},
+                 {"intervals.end", &intervals.end, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous}});
+  if (status.ok()) status = check_length("mask", mask, std::max(mask.shape[2], mask.shape[3]));
+  if (!status.ok()) return status;
+  problem->batch = mask.shape[0];
+  problem->heads = mask.shape[1];
+  problem->rows = mask.shape[2];
+  problem->keys = mask.shape[3];
+  problem->mask = static_cast<const std::uint8_t*>(mask.data);
+  std::copy_n(mask.strides.begin(), 4, problem->strides);
+  problem->begin = static_cast<std::int32_t*>(intervals.begin.data);
+  problem->end = static_cast<std::int32_t*>(intervals.end.data);
   return {};
 }
 

@@ -5,6 +5,7 @@
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
+#include "plan/mask_intervals.h"
 #include "selection/select_keys.h"
 
 namespace flash_dmattn::internal {
@@ -18,5 +19,8 @@ Status make_problem(const AttentionInputs&, const AttentionOptions&, AttentionPr
 
 // A selection; without the intervals for workspace queries, which know none yet.
 Status make_selection_problem(const SelectionInputs&, const SelectionOptions&, const KeyIntervals*, SelectionProblem*);
+
+// All of it but is_causal.
+Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals&, MaskIntervalsProblem*);
 
 }  // namespace flash_dmattn::internal

@@ -121,7 +121,7 @@ class BackwardUnit {
       for (std::int64_t i = 0; i < schedule_.group_batches; ++i) {
         const std::int64_t batch = place.batch_begin + i;
         const ChunkPlan& plan = planner_.plan(batch, head, row_begin, rows);
-        if (counters_ != nullptr) counters_->scores_kept += count_visible(plan) * schedule_.pass_heads;
+        if (counters_ != nullptr) count_plan(plan, schedule_.pass_heads, counters_);
         const std::int64_t key_head = head / group;
         const std::int64_t pair = i * schedule_.group_key_heads + key_head - place.key_head_begin;
         attend(plan, batch, key_head, head, sums, static_cast<std::size_t>(pair) * sums.pair_size());

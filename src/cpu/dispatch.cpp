@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,8 +10,8 @@
 
 #include "cpu/backend.h"
 #include "cpu/config.h"
+#include "cpu/workers.h"
 #include "flash_dmattn/info.h"
-#include "plan/arena.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -124,99 +123,24 @@ bool logging() {
   return enabled;
 }
 
+// Printed when the work is done, since what was planned depends on the mask's elements.
 void log_call(const char* direction, const AttentionProblem& problem, const KernelSet& set, int chunk_rows,
-              int pass_heads, std::int64_t units, int workers) {
+              int pass_heads, std::int64_t units, int workers, const AttentionCounters& counted) {
+  const bool bits = counted.plans_bitmap > 0;
+  const double kept = static_cast<double>(counted.scores_kept);
   std::fprintf(stderr,
                "flash_dmattn: cpu/%s %s %s B%lld H%lld Hkv%lld Sq%lld Sk%lld D%lld%s%s%s%s: chunks of %d rows x %d "
-               "heads, %lld units, %d workers\n",
+               "heads, %lld units, %d workers; plans: %lld list, %lld range, %s, %.2f computed per kept score (%s)\n",
                set.name, name_of(problem.dtype), direction, static_cast<long long>(problem.batch),
                static_cast<long long>(problem.heads), static_cast<long long>(problem.key_heads),
                static_cast<long long>(problem.rows), static_cast<long long>(problem.keys),
                static_cast<long long>(problem.head_dim), problem.is_causal ? " causal" : "",
                problem.mask.defined() ? " mask" : "", problem.interval_begin.defined() ? " intervals" : "",
-               problem.bias.defined() ? " bias" : "", chunk_rows, pass_heads, static_cast<long long>(units), workers);
+               problem.bias.defined() ? " bias" : "", chunk_rows, pass_heads, static_cast<long long>(units), workers,
+               static_cast<long long>(counted.plans_listed),
+               static_cast<long long>(counted.plans - counted.plans_listed), bits ? "bitmap" : "prefix",
+               kept > 0 ? static_cast<double>(counted.scores_computed) / kept : 0.0, plan_rule(problem));
 }
-
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
-}
-
-// Multiplications below which waking another worker costs more than it saves: some 30 us of one core.
-constexpr double kWorkPerWorker = 4e6;
-
-// Upper bound of the multiplications of one of the call's products, masks aside.
-double work_of(const AttentionProblem& problem) {
-  return static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.rows) *
-         static_cast<double>(problem.keys) * static_cast<double>(problem.head_dim);
-}
-
-int worker_count(const AttentionProblem& problem, std::int64_t units, const Executor& executor) {
-  const auto worth = static_cast<std::int64_t>(std::min(work_of(problem) / kWorkPerWorker, 1e6)) + 1;
-  const std::int64_t concurrency = std::max(executor.concurrency(), 1);
-  return static_cast<int>(std::min({units, concurrency, worth}));
-}
-
-// Workers take units in order, so that the longest, which come first, start first.
-template <typename RunUnit>
-void run_units(std::int64_t units, int workers, Executor& executor, const Kernels& kernels, RunUnit run_unit) {
-  std::atomic<std::int64_t> next{0};
-  const auto work = [&](int worker) {
-    if (kernels.enter != nullptr) kernels.enter();
-    for (std::int64_t unit = next.fetch_add(1); unit < units; unit = next.fetch_add(1)) run_unit(unit, worker);
-    if (kernels.leave != nullptr) kernels.leave();
-  };
-  if (workers == 1) {
-    work(0);
-  } else {
-    executor.run(workers, work);
-  }
-}
-
-IntervalIndices build_indices(const AttentionProblem& problem, void* memory, Executor& executor,
-                              const Kernels& kernels) {
-  const IntervalIndices indices(problem, memory);
-  if (indices.size() > 0) {
-    run_units(indices.size(), worker_count(problem, indices.size(), executor), executor, kernels,
-              [&](std::int64_t position, int) { indices.build(position); });
-  }
-  return indices;
-}
-
-// Each worker counts for itself.
-class WorkerCounters {
- public:
-  WorkerCounters(AttentionCounters* total, int workers) : total_(total) {
-    if (total != nullptr) counters_.resize(static_cast<std::size_t>(workers));
-  }
-  AttentionCounters* of(int worker) {
-    return total_ == nullptr ? nullptr : &counters_[static_cast<std::size_t>(worker)];
-  }
-
-  // Tiles that the dense problem has and no worker visited were skipped.
-  void add_up(const AttentionProblem& problem, int row_tile) {
-    if (total_ == nullptr) return;
-    AttentionCounters sum;
-    for (const AttentionCounters& one : counters_) {
-      sum.tiles_visited += one.tiles_visited;
-      sum.tiles_partial += one.tiles_partial;
-      sum.scores_kept += one.scores_kept;
-      sum.scores_computed += one.scores_computed;
-      sum.keys_packed += one.keys_packed;
-    }
-    const std::int64_t dense_tiles =
-        problem.batch * problem.heads * ((problem.rows + row_tile - 1) / row_tile) * words_for(problem.keys);
-    total_->tiles_visited += sum.tiles_visited;
-    total_->tiles_partial += sum.tiles_partial;
-    total_->tiles_skipped += dense_tiles - sum.tiles_visited;
-    total_->scores_kept += sum.scores_kept;
-    total_->scores_computed += sum.scores_computed;
-    total_->keys_packed += sum.keys_packed;
-  }
-
- private:
-  AttentionCounters* total_;
-  std::vector<AttentionCounters> counters_;
-};
 
 }  // namespace
 
@@ -240,17 +164,19 @@ void forward(const ForwardProblem& problem, void* workspace, Executor& executor,
   const Kernels& kernels = *chosen.kernels;
   const int workers = worker_count(problem, schedule.units, executor);
   const std::size_t scratch = aligned(kernels.forward_scratch(problem, schedule));
-  if (logging()) {
-    log_call("forward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers);
-  }
-  const IntervalIndices indices = build_indices(problem, workspace, executor, kernels);
+  const bool logs = logging();
+  const IntervalIndices indices = build_indices(problem, workspace, executor);
   std::byte* scratches = static_cast<std::byte*>(workspace) + aligned(IntervalIndices::bytes(problem));
-  WorkerCounters counted(counters, workers);
+  WorkerCounters counted(counters != nullptr || logs ? workers : 0);
   run_units(schedule.units, workers, executor, kernels, [&](std::int64_t unit, int worker) {
     kernels.forward_unit(problem, schedule, indices, unit, scratches + static_cast<std::size_t>(worker) * scratch,
                          counted.of(worker));
   });
-  counted.add_up(problem, kForwardRowTile);
+  const AttentionCounters sum = counted.sum(problem, kForwardRowTile);
+  if (counters != nullptr) add_counters(sum, counters);
+  if (logs) {
+    log_call("forward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers, sum);
+  }
 }
 
 std::size_t backward_workspace(const BackwardProblem& problem, const Executor& executor) {
@@ -267,13 +193,11 @@ void backward(const BackwardProblem& problem, void* workspace, Executor& executo
   const Kernels& kernels = *chosen.kernels;
   const int workers = worker_count(problem, schedule.units, executor);
   const std::size_t scratch = aligned(kernels.backward_scratch(problem, schedule));
-  const IntervalIndices indices = build_indices(problem, workspace, executor, kernels);
+  const IntervalIndices indices = build_indices(problem, workspace, executor);
   std::byte* sums = static_cast<std::byte*>(workspace) + aligned(IntervalIndices::bytes(problem));
   std::byte* scratches = sums + aligned(kernels.backward_sums(problem, schedule));
-  if (logging()) {
-    log_call("backward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers);
-  }
-  WorkerCounters counted(counters, workers);
+  const bool logs = logging();
+  WorkerCounters counted(counters != nullptr || logs ? workers : 0);
   run_units(schedule.units, workers, executor, kernels, [&](std::int64_t unit, int worker) {
     kernels.backward_unit(problem, schedule, indices, unit, sums,
                           scratches + static_cast<std::size_t>(worker) * scratch, counted.of(worker));
@@ -283,7 +207,11 @@ void backward(const BackwardProblem& problem, void* workspace, Executor& executo
     run_units(parts, worker_count(problem, parts, executor), executor, kernels,
               [&](std::int64_t part, int) { kernels.finish_part(problem, schedule, part, sums); });
   }
-  counted.add_up(problem, kBackwardRowTile);
+  const AttentionCounters sum = counted.sum(problem, kBackwardRowTile);
+  if (counters != nullptr) add_counters(sum, counters);
+  if (logs) {
+    log_call("backward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers, sum);
+  }
 }
 
 }  // namespace flash_dmattn::internal::cpu

@@ -47,7 +47,7 @@ class ForwardUnit {
     for (std::int64_t key_head = unit.key_head_begin; key_head < unit.key_head_end; ++key_head) {
       for (std::int64_t head = key_head * group; head < (key_head + 1) * group; head += schedule.pass_heads) {
         const ChunkPlan& plan = planner_.plan(unit.batch, head, unit.row_begin, unit.rows);
-        if (counters != nullptr) counters->scores_kept += count_visible(plan) * schedule.pass_heads;
+        if (counters != nullptr) count_plan(plan, schedule.pass_heads, counters);
         attend(plan, unit.batch, key_head, head, schedule.pass_heads);
       }
     }

@@ -65,6 +65,31 @@ std::int64_t count_visible(const ChunkPlan& plan) {
   return count;
 }
 
+void count_plan(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
+  counters->scores_kept += count_visible(plan) * heads;
+  counters->plans += 1;
+  counters->plans_listed += plan.keys != nullptr;
+  counters->plans_bitmap += plan.bits != nullptr;
+}
+
+// Every rule lists exactly the keys that some row of the chunk sees. Neighbouring keys stay a range, any others
+// become a list: kernels copy the keys of a chunk into tiles in either case, so that a list costs nothing beyond
+// a range, while each key left out saves its products with all rows of the chunk.
+const char* plan_rule(const AttentionProblem& problem) {
+  const bool has_intervals = problem.interval_begin.defined();
+  if (has_intervals && !problem.mask.defined()) {
+    return "intervals: keys listed by when they leave, unless they are neighbours; a bitmap";
+  }
+  if (has_intervals) return "intervals and mask: keys that a row sees, listed unless neighbours; a bitmap";
+  if (mask_differs_by_row_and_key(problem)) {
+    return "mask by row and key: keys that a row sees, listed unless neighbours; a bitmap";
+  }
+  if (problem.mask.defined() && problem.mask.key_stride != 0) {
+    return "mask by key: visible keys listed unless neighbours; every row a prefix";
+  }
+  return "no mask by key: a range; every row a prefix";
+}
+
 std::size_t ChunkPlanner::scratch_bytes(const AttentionProblem& problem, int chunk_rows, int row_tile) {
   return take_scratch(problem, chunk_rows, row_tile, nullptr).bytes;
 }

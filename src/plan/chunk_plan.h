@@ -52,6 +52,12 @@ struct ChunkPlan {
 // Number of visible scores of the chunk, for one head.
 std::int64_t count_visible(const ChunkPlan&);
 
+// Adds the plan and the scores that `heads` query heads keep under it. Tiles are counted where they are walked.
+void count_plan(const ChunkPlan&, int heads, AttentionCounters*);
+
+// How this problem's keys are listed and its rows told apart, in words.
+const char* plan_rule(const AttentionProblem&);
+
 // Whether the mask has an entry of its own for every row and key, so that planning reads all of it.
 bool mask_differs_by_row_and_key(const AttentionProblem&);
 

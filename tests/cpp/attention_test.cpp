@@ -12,6 +12,7 @@
 
 #include "attention_testing.h"
 #include "flash_dmattn/info.h"
+#include "flash_dmattn/plan.h"
 
 namespace flash_dmattn {
 namespace {
@@ -165,6 +166,23 @@ TEST_P(Attention, CountsItsWork) {
   EXPECT_LE(low.tiles_partial, low.tiles_visited);
   EXPECT_GE(low.tiles_skipped, 0);
   EXPECT_EQ(low.tiles_visited > 0, low.scores_kept > 0);
+}
+
+TEST_P(Attention, DoesWhatItsPlanReports) {
+  for (const int workers : {1, 3}) {
+    SerialExecutor executor(workers);
+    for (const bool deterministic : {false, true}) {
+      AttentionCounters counted;
+      call_.options.deterministic = deterministic;
+      const AttentionContext context{.executor = &executor, .counters = &counted};
+      ASSERT_TRUE(attention_forward(call_.inputs(), call_.options, call_.outputs(), context).ok());
+      PlanReport report;
+      AttentionInputs inputs = call_.inputs();
+      inputs.value = {};
+      ASSERT_TRUE(plan_report(inputs, call_.options, &report, {.executor = &executor}).ok());
+      testing::expect_same_counters(report.counters, counted);
+    }
+  }
 }
 
 // Scratch memory of exactly the size asked for, on a boundary of 64 and no more, full of NaN.

@@ -144,6 +144,19 @@ inline void PrintTo(const Variant& variant, std::ostream* os) { *os << variant.n
 
 inline std::string name_of_variant(const ::testing::TestParamInfo<Variant>& info) { return info.param.name; }
 
+inline void expect_same_counters(const AttentionCounters& got, const AttentionCounters& expected) {
+  EXPECT_EQ(got.tiles_visited, expected.tiles_visited);
+  EXPECT_EQ(got.tiles_partial, expected.tiles_partial);
+  EXPECT_EQ(got.tiles_skipped, expected.tiles_skipped);
+  EXPECT_EQ(got.scores_kept, expected.scores_kept);
+  EXPECT_EQ(got.scores_computed, expected.scores_computed);
+  EXPECT_EQ(got.keys_packed, expected.keys_packed);
+  EXPECT_EQ(got.plans, expected.plans);
+  EXPECT_EQ(got.plans_listed, expected.plans_listed);
+  EXPECT_EQ(got.plans_bitmap, expected.plans_bitmap);
+  EXPECT_EQ(got, expected);  // whatever is added later
+}
+
 // Runs the tasks one after another as any number of workers, last one first.
 class SerialExecutor : public Executor {
  public:

@@ -13,6 +13,7 @@
 #include "api/thread_pool.h"
 #include "attention_testing.h"
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 
 namespace flash_dmattn {
@@ -221,7 +222,11 @@ TEST_P(IntervalAttention, EqualsTheDenseMask) {
     Results r{query, Tensor(lse_dtype, {kBatch, kHeads, kRows}), query, key, value, bias};
     AttentionOptions options;
     options.is_causal = causal;
-    EXPECT_TRUE(attention_forward(inputs, options, {r.out.view(), r.lse.view()}).ok());
+    AttentionCounters counted;
+    EXPECT_TRUE(attention_forward(inputs, options, {r.out.view(), r.lse.view()}, {.counters = &counted}).ok());
+    PlanReport report;
+    EXPECT_TRUE(plan_report(inputs, options, &report).ok());
+    testing::expect_same_counters(report.counters, counted);
     EXPECT_TRUE(attention_backward(inputs, {r.out.view(), r.lse.view(), dout.view(), {}}, options,
                                    {r.dquery.view(), r.dkey.view(), r.dvalue.view(), r.dbias.view()})
                     .ok());

@@ -1,0 +1,122 @@
+// Plans a forward call as cpu::forward does, and counts what that would compute.
+#include <vector>
+
+#include "cpu/backend.h"
+#include "cpu/config.h"
+#include "cpu/dispatch.h"
+#include "cpu/schedule.h"
+#include "cpu/workers.h"
+#include "plan/chunk_plan.h"
+
+namespace flash_dmattn::internal::cpu {
+namespace {
+
+// Memory of the indices and of one planner for every worker.
+class PlanMemory {
+ public:
+  PlanMemory(const AttentionProblem& problem, const ForwardSchedule& schedule, int workers)
+      : indices_(aligned(IntervalIndices::bytes(problem))),
+        planner_(aligned(ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kForwardRowTile))),
+        bytes_(indices_ + static_cast<std::size_t>(workers) * planner_),
+        lines_(bytes_ / sizeof(Line)) {}
+
+  std::size_t bytes() const { return bytes_; }
+  void* indices() { return lines_.data(); }
+  void* planner(int worker) { return lines_.data() + (indices_ + static_cast<std::size_t>(worker) * planner_) / 64; }
+
+ private:
+  struct alignas(Arena::kAlignment) Line {
+    std::byte bytes[Arena::kAlignment];
+  };
+  std::size_t indices_, planner_, bytes_;
+  std::vector<Line> lines_;
+};
+
+// As the forward counts when it walks over the plan with `heads` query heads.
+void count_walk(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
+  count_plan(plan, heads, counters);
+  counters->keys_packed += plan.key_count;
+  for (int row_tile = 0; row_tile < plan.row_tiles(); ++row_tile) {
+    const int rows = std::min(plan.row_tile, plan.rows - row_tile * plan.row_tile);
+    for (int key_tile = 0; key_tile < plan.key_tiles(); ++key_tile) {
+      const TileClass tile = plan.tile_class(row_tile, key_tile);
+      if (tile == TileClass::kEmpty) continue;
+      counters->tiles_visited += heads;
+      counters->tiles_partial += tile == TileClass::kPartial ? heads : 0;
+      counters->scores_computed += static_cast<std::int64_t>(heads) * rows * kKeyTile;
+    }
+  }
+}
+
+PlannedChunk write_out(const ChunkPlan& plan) {
+  PlannedChunk chunk;
+  chunk.row_begin = plan.row_begin;
+  chunk.rows = plan.rows;
+  chunk.row_tile = plan.row_tile;
+  chunk.key_tile = kKeyTile;
+  chunk.is_list = plan.keys != nullptr;
+  chunk.has_bitmap = plan.bits != nullptr;
+  for (int listed = 0; listed < plan.key_count; ++listed) {
+    chunk.keys.push_back(static_cast<std::int32_t>(plan.key(listed)));
+  }
+  for (int row = 0; row < plan.rows; ++row) {
+    for (int listed = 0; listed < plan.key_count; ++listed) {
+      chunk.visible.push_back((plan.visible(row, listed / kKeyTile) >> (listed % kKeyTile)) & 1);
+    }
+  }
+  static_assert(static_cast<int>(PlannedChunk::Tile::kPartial) == static_cast<int>(TileClass::kPartial) &&
+                static_cast<int>(PlannedChunk::Tile::kFull) == static_cast<int>(TileClass::kFull));
+  for (int tile = 0; tile < plan.row_tiles() * plan.key_tiles(); ++tile) {
+    chunk.tiles.push_back(static_cast<PlannedChunk::Tile>(plan.classes[tile]));
+  }
+  return chunk;
+}
+
+}  // namespace
+
+void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport* report) {
+  const bool is_double = problem.dtype == DType::kFloat64;
+  const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
+  const int workers = worker_count(problem, schedule.units, executor);
+  PlanMemory memory(problem, schedule, workers);
+  const IntervalIndices indices = build_indices(problem, memory.indices(), executor);
+  WorkerCounters counted(workers);
+  run_units(schedule.units, workers, executor, Kernels{}, [&](std::int64_t index, int worker) {
+    const ForwardSchedule::Unit unit = schedule.unit(problem, index);
+    ChunkPlanner planner(problem, indices, schedule.chunk_rows, kForwardRowTile, memory.planner(worker));
+    const std::int64_t group = problem.group();
+    for (std::int64_t head = unit.key_head_begin * group; head < unit.key_head_end * group;
+         head += schedule.pass_heads) {
+      count_walk(planner.plan(unit.batch, head, unit.row_begin, unit.rows), schedule.pass_heads, counted.of(worker));
+    }
+  });
+  report->counters = counted.sum(problem, kForwardRowTile);
+  if (is_double) {  // walks over rows and visible keys, without plan or tiles
+    const std::int64_t kept = report->counters.scores_kept;
+    report->counters = {.scores_kept = kept, .scores_computed = kept};
+    report->backend = "cpu/float64";
+    report->rule = "float64: every row walks over the keys that it sees";
+    return;
+  }
+  report->backend = std::string("cpu/") + choose_kernels(problem.dtype).set->name;
+  report->rule = plan_rule(problem);
+  report->scratch_bytes = memory.bytes();
+  report->chunk_rows = schedule.chunk_rows;
+  report->row_tile = kForwardRowTile;
+  report->key_tile = kKeyTile;
+  report->shared_heads = schedule.pass_heads;
+}
+
+void plan_chunks(const AttentionProblem& problem, Executor& executor, std::int64_t batch, std::int64_t head,
+                 std::vector<PlannedChunk>* chunks) {
+  const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
+  PlanMemory memory(problem, schedule, 1);
+  const IntervalIndices indices = build_indices(problem, memory.indices(), executor);
+  ChunkPlanner planner(problem, indices, schedule.chunk_rows, kForwardRowTile, memory.planner(0));
+  for (std::int64_t row = 0; row < problem.rows; row += schedule.chunk_rows) {
+    const auto rows = static_cast<int>(std::min<std::int64_t>(schedule.chunk_rows, problem.rows - row));
+    chunks->push_back(write_out(planner.plan(batch, head, row, rows)));
+  }
+}
+
+}  // namespace flash_dmattn::internal::cpu

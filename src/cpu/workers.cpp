@@ -1,0 +1,55 @@
+#include "cpu/workers.h"
+
+#include "plan/bits.h"
+
+namespace flash_dmattn::internal::cpu {
+namespace {
+
+// Multiplications below which waking another worker costs more than it saves: some 30 us of one core.
+constexpr double kWorkPerWorker = 4e6;
+
+// Upper bound of the multiplications of one of the call's products, masks aside.
+double work_of(const AttentionProblem& problem) {
+  return static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.rows) *
+         static_cast<double>(problem.keys) * static_cast<double>(problem.head_dim);
+}
+
+}  // namespace
+
+int worker_count(const AttentionProblem& problem, std::int64_t units, const Executor& executor) {
+  const auto worth = static_cast<std::int64_t>(std::min(work_of(problem) / kWorkPerWorker, 1e6)) + 1;
+  const std::int64_t concurrency = std::max(executor.concurrency(), 1);
+  return static_cast<int>(std::min({units, concurrency, worth}));
+}
+
+IntervalIndices build_indices(const AttentionProblem& problem, void* memory, Executor& executor) {
+  const IntervalIndices indices(problem, memory);
+  if (indices.size() > 0) {
+    run_units(indices.size(), worker_count(problem, indices.size(), executor), executor, Kernels{},
+              [&](std::int64_t position, int) { indices.build(position); });
+  }
+  return indices;
+}
+
+void add_counters(const AttentionCounters& counted, AttentionCounters* total) {
+  total->tiles_visited += counted.tiles_visited;
+  total->tiles_partial += counted.tiles_partial;
+  total->tiles_skipped += counted.tiles_skipped;
+  total->scores_kept += counted.scores_kept;
+  total->scores_computed += counted.scores_computed;
+  total->keys_packed += counted.keys_packed;
+  total->plans += counted.plans;
+  total->plans_listed += counted.plans_listed;
+  total->plans_bitmap += counted.plans_bitmap;
+}
+
+AttentionCounters WorkerCounters::sum(const AttentionProblem& problem, int row_tile) const {
+  AttentionCounters sum;
+  for (const AttentionCounters& one : counters_) add_counters(one, &sum);
+  const std::int64_t dense_tiles =
+      problem.batch * problem.heads * ((problem.rows + row_tile - 1) / row_tile) * words_for(problem.keys);
+  sum.tiles_skipped = dense_tiles - sum.tiles_visited;
+  return sum;
+}
+
+}  // namespace flash_dmattn::internal::cpu

@@ -1,0 +1,204 @@
+// Plans written out, and the intervals of dense masks, against the rules written out score by score. That a report
+// tells what a call then does is tested with the calls (attention_test.cpp, selection_test.cpp).
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "attention_testing.h"
+#include "flash_dmattn/plan.h"
+
+namespace flash_dmattn {
+namespace {
+
+using testing::Call;
+using testing::SerialExecutor;
+using testing::Tensor;
+using testing::Variant;
+
+const std::vector<Variant> kVariants = {
+    {.name = "dense", .shape = {2, 33, 65, 4, 2, 32}},
+    {.name = "causal", .shape = {1, 300, 333, 2, 1, 16}, .is_causal = true},
+    {.name = "lengths", .shape = {3, 40, 131, 4, 1, 16}, .seqlens = {131, 64, 0}, .is_causal = true},
+    {.name = "mask", .shape = {2, 170, 90, 4, 2, 24}, .mask = {2, 4, 170, 90}, .density = 0.1},
+    {.name = "sparse_mask", .shape = {1, 200, 300, 2, 1, 16}, .mask = {200, 300}, .density = 0.004},
+    {.name = "per_key", .shape = {2, 70, 90, 4, 2, 24}, .mask = {2, 2, 90}, .is_causal = true},
+};
+
+class PlannedChunks : public ::testing::TestWithParam<Variant> {};
+
+TEST_P(PlannedChunks, ShowWhatTheRulesShow) {
+  const Call call(GetParam(), DType::kFloat32);
+  AttentionInputs inputs = call.inputs();
+  inputs.value = {};
+  const std::int64_t rows = call.query.shape()[1], keys = call.key.shape()[1];
+  for (std::int64_t batch = 0; batch < call.query.shape()[0]; ++batch) {
+    for (std::int64_t head = 0; head < call.query.shape()[2]; ++head) {
+      std::vector<PlannedChunk> chunks;
+      ASSERT_EQ(plan_chunks(inputs, call.options, batch, head, &chunks).message(), "ok");
+      std::int64_t next_row = 0;
+      for (const PlannedChunk& chunk : chunks) {
+        ASSERT_EQ(chunk.row_begin, next_row);
+        next_row += chunk.rows;
+        ASSERT_EQ(chunk.visible.size(), static_cast<std::size_t>(chunk.rows) * chunk.keys.size());
+        std::vector<std::uint8_t> planned(static_cast<std::size_t>(chunk.rows * keys));
+        for (std::size_t i = 0; i < chunk.visible.size(); ++i) {
+          const std::size_t row = i / chunk.keys.size(),
+                            key = static_cast<std::size_t>(chunk.keys[i % chunk.keys.size()]);
+          planned[row * static_cast<std::size_t>(keys) + key] = chunk.visible[i];
+        }
+        for (std::int64_t i = 0; i < chunk.rows * keys; ++i) {
+          ASSERT_EQ(planned[static_cast<std::size_t>(i)] != 0,
+                    call.visible(batch, head, chunk.row_begin + i / keys, i % keys))
+              << "row " << chunk.row_begin + i / keys << ", key " << i % keys;
+        }
+        const bool neighbours =
+            chunk.keys.empty() || chunk.keys.back() - chunk.keys.front() + 1 == std::ssize(chunk.keys);
+        EXPECT_EQ(chunk.is_list, !neighbours);
+        const auto tiles = [](std::int64_t size, int tile) { return (size + tile - 1) / tile; };
+        EXPECT_EQ(std::ssize(chunk.tiles),
+                  tiles(chunk.rows, chunk.row_tile) * tiles(std::ssize(chunk.keys), chunk.key_tile));
+      }
+      EXPECT_EQ(next_row, rows);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Variants, PlannedChunks, ::testing::ValuesIn(kVariants), testing::name_of_variant);
+
+std::string argument_of(const Status& status) { return status.argument(); }
+
+TEST(Plans, RefuseBadArguments) {
+  const Call call(kVariants[1], DType::kFloat32);
+  const AttentionInputs inputs = call.inputs();
+  std::vector<PlannedChunk> chunks;
+  PlanReport report;
+  EXPECT_EQ(argument_of(plan_report({}, {}, &report)), "query");
+  EXPECT_EQ(argument_of(plan_chunks(inputs, {}, 1, 0, &chunks)), "batch");
+  EXPECT_EQ(argument_of(plan_chunks(inputs, {}, 0, -1, &chunks)), "head");
+  const Call precise = call.in_float64();
+  EXPECT_EQ(argument_of(plan_chunks(precise.inputs(), {}, 0, 0, &chunks)), "query");
+  EXPECT_EQ(argument_of(mask_intervals(inputs.query, false, {}, nullptr)), "mask");
+}
+
+TEST(Plans, ReportTheFloat64PathAsItIs) {
+  Call call = Call(kVariants[3], DType::kFloat32).in_float64();
+  AttentionCounters counted;
+  ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs(), {.counters = &counted}).ok());
+  PlanReport report;
+  ASSERT_TRUE(plan_report(call.inputs(), call.options, &report).ok());
+  testing::expect_same_counters(report.counters, counted);
+  EXPECT_EQ(report.backend, "cpu/float64");
+}
+
+// ---- Intervals of dense masks
+
+struct MaskCase {
+  std::int64_t batch, heads, rows, keys;
+  bool is_causal;
+
+  std::size_t index(std::int64_t pair, std::int64_t row, std::int64_t key) const {
+    return static_cast<std::size_t>((pair * rows + row) * keys + key);
+  }
+  bool counts(std::int64_t row, std::int64_t key) const { return !is_causal || key <= row + keys - rows; }
+};
+
+struct Found {
+  Tensor begin, end;
+  bool exact = false;
+};
+
+Found find(const MaskCase& c, const TensorView& mask, int workers) {
+  SerialExecutor executor(workers);
+  Found found{Tensor(DType::kInt32, {c.batch, c.heads, c.keys}), Tensor(DType::kInt32, {c.batch, c.heads, c.keys})};
+  EXPECT_TRUE(
+      mask_intervals(mask, c.is_causal, {found.begin.view(), found.end.view()}, &found.exact, {.executor = &executor})
+          .ok());
+  return found;
+}
+
+// One run of rows for every key, at random; what the causal rule hides is random.
+Tensor mask_of_runs(const MaskCase& c, std::mt19937& rng) {
+  Tensor mask(DType::kBool, {c.batch, c.heads, c.rows, c.keys});
+  for (std::int64_t pair = 0; pair < c.batch * c.heads; ++pair) {
+    for (std::int64_t key = 0; key < c.keys; ++key) {
+      const auto begin = static_cast<std::int64_t>(rng() % static_cast<unsigned>(c.rows + 1));
+      const auto end = static_cast<std::int64_t>(rng() % static_cast<unsigned>(c.rows + 1));
+      for (std::int64_t row = 0; row < c.rows; ++row) {
+        const bool seen = c.counts(row, key) ? begin <= row && row < end : rng() % 2 == 0;
+        mask.set(c.index(pair, row, key), seen ? 1 : 0);
+      }
+    }
+  }
+  return mask;
+}
+
+const MaskCase kMaskCases[] = {
+    {2, 3, 20, 20, false},  {2, 3, 20, 20, true},   {1, 1, 7, 33, true},
+    {1, 2, 33, 7, true},    {1, 1, 1, 65, false},   {1, 1, 5, 4097, false},
+    {1, 2, 40, 8300, true}, {1, 1, 70, 100, false}, {1, 1, 300, 200, true},
+};
+
+TEST(MaskIntervals, SayTheSameAsTheMask) {
+  std::mt19937 rng(1);
+  for (const MaskCase& c : kMaskCases) {
+    const Tensor mask = mask_of_runs(c, rng);
+    for (const int workers : {1, 4}) {
+      const Found found = find(c, mask.view(), workers);
+      ASSERT_TRUE(found.exact);
+      for (std::int64_t i = 0; i < static_cast<std::int64_t>(mask.count()); ++i) {
+        const std::int64_t key = i % c.keys, row = i / c.keys % c.rows, pair = i / (c.keys * c.rows);
+        if (!c.counts(row, key)) continue;
+        const auto at = static_cast<std::size_t>(pair * c.keys + key);
+        const double begin = found.begin.get(at), end = found.end.get(at), position = static_cast<double>(row);
+        ASSERT_EQ(begin <= position && position < end, mask.get(static_cast<std::size_t>(i)) != 0);
+        ASSERT_TRUE(begin >= 0 && begin <= end && end <= static_cast<double>(c.rows));
+      }
+    }
+  }
+}
+
+// A single key with a gap, wherever it is.
+TEST(MaskIntervals, AreNotFoundWhereAKeyHasTwoRuns) {
+  std::mt19937 rng(2);
+  for (const MaskCase& c : kMaskCases) {
+    if (c.rows < 3) continue;
+    for (int trial = 0; trial < 5; ++trial) {
+      Tensor mask = mask_of_runs(c, rng);
+      const auto pair = static_cast<std::int64_t>(rng() % static_cast<unsigned>(c.batch * c.heads));
+      // With the causal rule the last three rows see all of these.
+      const auto key = static_cast<std::int64_t>(rng() % static_cast<unsigned>(std::max<std::int64_t>(c.keys - 3, 1)));
+      for (const std::int64_t back : {1, 2, 3}) mask.set(c.index(pair, c.rows - back, key), back == 2 ? 0 : 1);
+      EXPECT_FALSE(find(c, mask.view(), 1).exact);
+      EXPECT_FALSE(find(c, mask.view(), 3).exact);
+    }
+  }
+}
+
+TEST(MaskIntervals, ReadAnyStrides) {
+  std::mt19937 rng(3);
+  const MaskCase c{2, 3, 20, 70, false};
+  const Tensor mask = mask_of_runs(c, rng);
+  // Stored (keys, rows, heads, batch), two bytes an element.
+  Tensor stored(DType::kBool, {c.keys, c.rows, c.heads, c.batch, 2});
+  TensorView view = mask.view();
+  view.data = const_cast<std::byte*>(stored.bytes().data());
+  view.strides = {2, 2 * c.batch, 2 * c.batch * c.heads, 2 * c.batch * c.heads * c.rows};
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(mask.count()); ++i) {
+    const std::int64_t key = i % c.keys, row = i / c.keys % c.rows, head = i / (c.keys * c.rows) % c.heads,
+                       batch = i / (c.keys * c.rows * c.heads);
+    const std::int64_t at =
+        batch * view.strides[0] + head * view.strides[1] + row * view.strides[2] + key * view.strides[3];
+    stored.set(static_cast<std::size_t>(at), mask.get(static_cast<std::size_t>(i)));
+  }
+  const Found expected = find(c, mask.view(), 1), found = find(c, view, 2);
+  EXPECT_TRUE(found.exact);
+  EXPECT_EQ(found.begin.bytes(), expected.begin.bytes());
+  EXPECT_EQ(found.end.bytes(), expected.end.bytes());
+}
+
+}  // namespace
+}  // namespace flash_dmattn
