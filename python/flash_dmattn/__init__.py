@@ -1,7 +1,8 @@
 """Attention in which every query sees only some keys, chosen by data, with an additive bias and its gradient.
 
 `attention` is the library's own surface, `select_keys` chooses what it shows, and `dynamic_mask_attention` does both in
-one call; the other functions carry the names of the original package.
+one call. `prepare_mask` makes a mask cheap to use many times, `plan_report` tells what a call will do. The other
+functions carry the names of the original package.
 """
 
 from ._library import cpu_info
@@ -17,6 +18,8 @@ from .flash_dmattn_interface import (
     triton_dmattn_func,
 )
 from .functional import attention, dynamic_mask_attention
+from .planning import PlanReport, plan_report
+from .prepared import PreparedMask, prepare_mask
 from .selection import KeyIntervals, select_keys
 
 __version__ = cpu_info().version
@@ -27,12 +30,16 @@ __all__ = [
     "FLEX_AVAILABLE",
     "TRITON_AVAILABLE",
     "KeyIntervals",
+    "PlanReport",
+    "PreparedMask",
     "attention",
     "dynamic_mask_attention",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
     "flex_dmattn_func",
     "get_available_backends",
+    "plan_report",
+    "prepare_mask",
     "select_keys",
     "triton_dmattn_func",
 ]

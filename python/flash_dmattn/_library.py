@@ -111,6 +111,36 @@ def select_keys(
     return _select_op(scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k)
 
 
+def mask_intervals(mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool]:
+    """mask bool (B, heads, Sq, Sk) -> the begins and ends of the rows that see each key, int32 (B, heads, Sk), and
+    whether they say the same as the mask. Source: include/flash_dmattn/plan.h."""
+    return torch.ops.flash_dmattn.mask_intervals(mask, is_causal)
+
+
+def plan_report(query: Tensor, key: Tensor, *others: Tensor | bool | None) -> tuple[list[int], str, str]:
+    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal and deterministic."""
+    _check_planned(query, key, *others[:4])
+    return torch.ops.flash_dmattn.plan_report(query, key, *others)
+
+
+def plan_chunks(query: Tensor, key: Tensor, *others: Tensor | bool | int | None) -> tuple[Tensor, ...]:
+    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal, batch and head."""
+    _check_planned(query, key, *others[:4])
+    return torch.ops.flash_dmattn.plan_chunks(query, key, *others)
+
+
+def _check_planned(*tensors: Tensor | None) -> None:
+    _check_devices(("query", "key", "mask", "seqlens_k", "intervals.begin", "intervals.end"), tensors)
+    check_data("query", tensors[0])
+
+
+def check_data(name: str, tensor: Tensor) -> None:
+    """Refuses devices without a backend, and meta tensors, of which there is nothing to read."""
+    _check_devices((name,), (tensor,))
+    if tensor.is_meta:
+        raise ValueError(f"{name} must have data; got {name} on meta")
+
+
 _TENSORS = ("query", "key", "value", "mask", "bias", "seqlens_k", "intervals.begin", "intervals.end")
 
 

@@ -11,7 +11,8 @@ from ._arguments import check_bool, check_optional_tensor, resolve_scale
 from ._probabilities import attention_probabilities
 from .flex import flex_dmattn_func as _flex_dmattn_func
 from .functional import attention
-from .selection import KeyIntervals, check_mask
+from .prepared import PreparedMask, check_mask, dense_mask
+from .selection import KeyIntervals
 
 CPU_AVAILABLE = "cpu" in _library.device_backends()
 CUDA_AVAILABLE = "cuda" in _library.device_backends()
@@ -28,7 +29,7 @@ def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | KeyIntervals | None = None,
+    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
     attn_bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool | None = None,
@@ -42,7 +43,8 @@ def flash_dmattn_func(
 
     Args:
         query: (B, Sq, H, D); key, value: (B, Sk, Hkv, D).
-        attn_mask: bool, True = visible, or KeyIntervals; called mask in error messages. attn_bias: called bias there.
+        attn_mask: bool, True = visible, KeyIntervals or PreparedMask; called mask in error messages. attn_bias: called
+            bias there.
         scale, softmax_scale: two names of one number, default 1 / sqrt(D).
         is_causal: None means False. softcap: None means 0 (none).
         deterministic: None follows torch.are_deterministic_algorithms_enabled().
@@ -74,8 +76,7 @@ def flash_dmattn_func(
     if not return_attn_probs:
         return result
     out, lse = result
-    if isinstance(attn_mask, KeyIntervals):
-        attn_mask = attn_mask.dense_mask(query.shape[1])
+    attn_mask = dense_mask(attn_mask, query.shape, key.shape, is_causal)
     probs = attention_probabilities(query, key, lse, attn_mask, attn_bias, scale, softcap, is_causal)
     return out, lse, probs
 

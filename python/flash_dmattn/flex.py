@@ -9,13 +9,15 @@ from torch import Tensor
 
 from ._arguments import as_number, check_bool, check_optional_tensor, check_tensor, resolve_scale
 from ._probabilities import attention_probabilities
+from .prepared import PreparedMask, check_mask, dense_mask
+from .selection import KeyIntervals
 
 
 def flex_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
     attn_bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool | None = None,
@@ -28,7 +30,7 @@ def flex_dmattn_func(
     """`flash_dmattn_func` computed by torch.nn.attention.flex_attention: same arguments, shapes and meaning.
 
     FlexAttention's own limits hold: on CPU it has no backward and holds all scores; elsewhere it is compiled at the
-    first call. A NaN in a hidden value may reach its result.
+    first call. Intervals are written out as a dense mask. A NaN in a hidden value may reach its result.
 
     Raises:
         TypeError, ValueError: wrong arguments; also deterministic=True, which FlexAttention does not promise.
@@ -37,7 +39,7 @@ def flex_dmattn_func(
         check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
-    check_optional_tensor("attn_mask", attn_mask)
+    check_mask("attn_mask", attn_mask)
     check_optional_tensor("attn_bias", attn_bias)
     for name, flag in (
         ("is_causal", is_causal),
@@ -52,6 +54,7 @@ def flex_dmattn_func(
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     softcap = 0.0 if softcap is None else as_number("softcap", softcap)
     is_causal = bool(is_causal)
+    attn_mask = dense_mask(attn_mask, query.shape, key.shape, is_causal)
 
     heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     out, auxiliary = _flex_attention(query.device.type)(

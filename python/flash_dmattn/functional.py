@@ -5,7 +5,8 @@ from torch import Tensor
 
 from . import _library
 from ._arguments import as_int, as_number, check_bool, check_optional_tensor, check_tensor
-from .selection import KeyIntervals, check_mask
+from .prepared import PreparedMask, check_mask, split_mask
+from .selection import KeyIntervals
 
 
 def attention(
@@ -13,7 +14,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | KeyIntervals | None = None,
+    mask: Tensor | KeyIntervals | PreparedMask | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
@@ -33,7 +34,7 @@ def attention(
         key, value: (B, Sk, Hkv, D), query's dtype.
         mask: bool, True = visible; (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key (B or 1, H or Hkv or 1, Sk or 1),
             or (Sq or 1, Sk or 1). An expanded view is never materialised. Or KeyIntervals (B or 1, H or Hkv or 1, Sk),
-            from `select_keys` for example.
+            from `select_keys` for example. Or a PreparedMask, from `prepare_mask`.
         bias: added to the scores, in the forms of mask; query's dtype or float32. Its gradient has its shape, summed
             over every dimension along which it was broadcast, so pass it unexpanded.
         scale: default 1 / sqrt(D).
@@ -61,8 +62,7 @@ def attention(
     check_optional_tensor("seqlens_k", seqlens_k)
     check_bool("return_lse", return_lse)
     options = _check_options(scale, softcap, is_causal, deterministic)
-    begin, end = (mask.begin, mask.end) if isinstance(mask, KeyIntervals) else (None, None)
-    mask = None if isinstance(mask, KeyIntervals) else mask
+    mask, begin, end = split_mask(mask, query.shape, key.shape, is_causal)
     out, lse = _library.attention_forward(query, key, value, mask, bias, seqlens_k, begin, end, *options)
     return (out, lse) if return_lse else out
 

@@ -272,13 +272,6 @@ def select_keys(
     return KeyIntervals(*_library.select_keys(scores, window_size, seqlen_q, causal, key_mask, seqlens_k))
 
 
-def check_mask(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, (Tensor, KeyIntervals)):
-        raise TypeError(
-            f"{name} must be a torch.Tensor, KeyIntervals or None; got {name} of type {type(value).__name__}"
-        )
-
-
 def _length(name: str, value: int) -> int:
     value = as_int(name, value)
     if not 0 <= value < 2**31:

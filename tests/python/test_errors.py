@@ -132,7 +132,10 @@ TYPE_ERRORS = {
     "query list": ({"query": [[1.0]]}, "query must be a torch.Tensor; got query of type list"),
     "key none": ({"key": None}, "key must be a torch.Tensor; got key of type NoneType"),
     "value array": ({"value": np.zeros(3)}, "value must be a torch.Tensor; got value of type ndarray"),
-    "mask list": ({"mask": [True]}, "mask must be a torch.Tensor, KeyIntervals or None; got mask of type list"),
+    "mask list": (
+        {"mask": [True]},
+        "mask must be a torch.Tensor, KeyIntervals, PreparedMask or None; got mask of type list",
+    ),
     "bias number": ({"bias": 1.0}, "bias must be a torch.Tensor or None; got bias of type float"),
     "seqlens list": ({"seqlens_k": [3, 5]}, "seqlens_k must be a torch.Tensor or None; got seqlens_k of type list"),
     "scale text": ({"scale": "0.5"}, "scale must be a number; got scale of type str"),
@@ -155,7 +158,10 @@ def test_type_errors(changes: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attn_mask": [True]}, "attn_mask must be a torch.Tensor, KeyIntervals or None; got attn_mask of type list"),
+        (
+            {"attn_mask": [True]},
+            "attn_mask must be a torch.Tensor, KeyIntervals, PreparedMask or None; got attn_mask of type list",
+        ),
         ({"attn_bias": 0}, "attn_bias must be a torch.Tensor or None; got attn_bias of type int"),
         ({"softmax_scale": "1"}, "softmax_scale must be a number; got softmax_scale of type str"),
         ({"return_attn_probs": 1}, "return_attn_probs must be a bool; got return_attn_probs of type int"),

@@ -1,0 +1,254 @@
+"""Masks that are looked at once and used many times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import _library
+from ._arguments import as_int, check_bool
+from .selection import KeyIntervals
+
+_ALL_ROWS = 2**31 - 1  # where an interval ends that knows no number of rows; attention clamps it
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PreparedMask:
+    """What `prepare_mask` made of a mask. `attention` and the other functions take it as a mask.
+
+    Tensors and sizes, nothing else: a pytree that torch.compile takes, that can be saved and moved. Immutable, but a
+    bool mask that was kept is the caller's own tensor.
+
+    Args:
+        intervals: what is visible, if every key's rows follow one another. None otherwise.
+        mask: bool (B or 1, heads, Sq or 1, Sk or 1), if there are no intervals.
+        seqlen_q, seqlen_k: the lengths that it was made for; None: any.
+        is_causal: it tells what is visible under the causal rule, and only calls with is_causal=True take it.
+    """
+
+    intervals: KeyIntervals | None
+    mask: Tensor | None
+    seqlen_q: int | None
+    seqlen_k: int | None
+    is_causal: bool
+
+    @property
+    def kind(self) -> str:
+        """What it became: "intervals", two integers a key; "keys", a bool a key; "mask", the mask as it was."""
+        if self.intervals is not None:
+            return "intervals"
+        return "keys" if self.mask.shape[2] == 1 and self.mask.shape[3] != 1 else "mask"
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B or 1, heads), of what it holds: 1 where all share it."""
+        return (self.mask if self.intervals is None else self.intervals).shape[:2]
+
+    @property
+    def device(self) -> torch.device:
+        return (self.mask if self.intervals is None else self.intervals).device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements; those of broadcast dimensions count once."""
+        tensors = [self.mask] if self.intervals is None else [self.intervals.begin, self.intervals.end]
+        return sum(_without_broadcast(tensor).nbytes for tensor in tensors)
+
+    def to(self, device: torch.device | str) -> PreparedMask:
+        if self.intervals is None:
+            return _make(None, self.mask.to(device), self.seqlen_q, self.seqlen_k, self.is_causal)
+        return _make(self.intervals.to(device), None, self.seqlen_q, self.seqlen_k, self.is_causal)
+
+    def dense_mask(self, seqlen_q: int | None = None) -> Tensor:
+        """The same as a mask, to look at: bool (B or 1, heads, Sq, Sk or 1), True = visible.
+
+        What the causal rule hides anyway may be either, if it was prepared with is_causal.
+
+        Args:
+            seqlen_q: Sq, where the mask was made for any; default: what it was made for.
+        """
+        if seqlen_q is None:
+            seqlen_q = self.seqlen_q
+        elif self.seqlen_q is not None and as_int("seqlen_q", seqlen_q) != self.seqlen_q:
+            raise ValueError(f"seqlen_q must be the {self.seqlen_q} that the mask was made for; got {seqlen_q}")
+        if seqlen_q is None:
+            raise ValueError("seqlen_q must be given for a mask that was made for any number of rows; got None")
+        if self.intervals is not None:
+            return self.intervals.dense_mask(seqlen_q)
+        return self.mask.expand(-1, -1, seqlen_q, -1 if self.seqlen_k is None else self.seqlen_k)
+
+    def __repr__(self) -> str:
+        held = {
+            "intervals": "one interval of rows per key",
+            "keys": "one bool per key",
+            "mask": "the bool mask itself",
+        }[self.kind]
+        lengths = ["any" if n is None else str(n) for n in (self.seqlen_q, self.seqlen_k)]
+        return (
+            f"PreparedMask({self.kind}: {held}, {_size(self.nbytes)}; B {self.shape[0]}, heads {self.shape[1]}, "
+            f"Sq {lengths[0]}, Sk {lengths[1]}, is_causal={self.is_causal}, device={self.device})"
+        )
+
+
+def prepare_mask(mask: Tensor | KeyIntervals, seqlen_q: int | None = None, *, is_causal: bool = False) -> PreparedMask:
+    """Looks at a mask once, for all the layers, heads, steps or recomputations that use it.
+
+    If the rows that see a key follow one another, for every key (masks of the highest scores under the causal rule,
+    windows, documents, padding), the result holds one interval per key: O(Sk) to read instead of Sq * Sk, and attention
+    orders and gathers such keys better. If all rows see the same keys it holds one bool per key. Otherwise it holds the
+    mask itself, which is read as before. `PreparedMask.kind` and its repr say which.
+
+    The mask's elements are read here, at most once, with O(Sk) memory beside it. Not inside torch.compile, since what
+    comes out depends on them; the result may be used there.
+
+    Args:
+        mask: bool, True = visible, in any form that `attention` takes; or KeyIntervals.
+        seqlen_q: Sq, for a mask that does not tell (KeyIntervals, or one row for all); default: any.
+        is_causal: the calls will have the causal rule, and must: what it hides need not fit the intervals then.
+
+    Raises:
+        TypeError: the mask is neither of the two. ValueError: its shape, dtype or device.
+    """
+    check_bool("is_causal", is_causal)
+    if seqlen_q is not None:
+        seqlen_q = as_int("seqlen_q", seqlen_q)
+        if not 0 <= seqlen_q <= _ALL_ROWS:
+            raise ValueError(f"seqlen_q must be between 0 and 2^31 - 1; got seqlen_q {seqlen_q}")
+    if isinstance(mask, KeyIntervals):
+        return _make(mask, None, seqlen_q, mask.shape[2], is_causal)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a torch.Tensor or KeyIntervals; got mask of type {type(mask).__name__}")
+    if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
+        raise ValueError(
+            "mask must be bool with 2, 3 or 4 dimensions; "
+            f"got mask {str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
+        )
+    mask = mask[None, None] if mask.dim() == 2 else mask[:, :, None] if mask.dim() == 3 else mask
+    rows, keys = mask.shape[2:]
+    if rows != 1 and seqlen_q not in (None, rows):
+        raise ValueError(f"seqlen_q must be the mask's {rows} rows; got seqlen_q {seqlen_q}, mask {tuple(mask.shape)}")
+    seqlen_q = seqlen_q if rows == 1 else rows
+    seqlen_k = None if keys == 1 else keys
+    _library.check_data("mask", mask)
+    mask = _without_broadcast(mask)
+    if mask.shape[2] == 1 or mask.shape[3] == 1 or mask.numel() == 0:
+        return _make(None, mask, seqlen_q, seqlen_k, is_causal)
+    begin, end, exact = _library.mask_intervals(mask, is_causal)
+    if not exact:
+        return _make(None, mask, seqlen_q, seqlen_k, is_causal)
+    shown = begin < end
+    key = torch.arange(keys, device=mask.device)
+    first_row = (key - (keys - rows)).clamp(min=0) if is_causal else torch.zeros_like(key)
+    if not (shown & ((begin > first_row) | (end < rows))).any():  # every key is shown to all rows or to none
+        return _make(None, shown[:, :, None], seqlen_q, seqlen_k, is_causal)
+    return _make(KeyIntervals(begin, end), None, seqlen_q, seqlen_k, is_causal)
+
+
+def check_mask(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, (Tensor, KeyIntervals, PreparedMask)):
+        raise TypeError(
+            f"{name} must be a torch.Tensor, KeyIntervals, PreparedMask or None; "
+            f"got {name} of type {type(value).__name__}"
+        )
+
+
+def split_mask(
+    mask: Tensor | KeyIntervals | PreparedMask | None,
+    query_shape: Sequence[int],
+    key_shape: Sequence[int],
+    is_causal: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The three arguments of the operators that stand for a mask: bool mask, interval begins and ends.
+
+    Raises:
+        ValueError: a prepared mask was made for other shapes.
+    """
+    if isinstance(mask, PreparedMask):
+        _check_fit(mask, query_shape, key_shape, is_causal)
+        mask = mask.mask if mask.intervals is None else mask.intervals
+    if isinstance(mask, KeyIntervals):
+        return None, mask.begin, mask.end
+    return mask, None, None
+
+
+def dense_mask(
+    mask: Tensor | KeyIntervals | PreparedMask | None,
+    query_shape: Sequence[int],
+    key_shape: Sequence[int],
+    is_causal: bool,
+) -> Tensor | None:
+    """The mask as a bool tensor, for what knows nothing else."""
+    mask, begin, end = split_mask(mask, query_shape, key_shape, is_causal)
+    return mask if begin is None else KeyIntervals(begin, end).dense_mask(query_shape[1])
+
+
+def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequence[int], is_causal: bool) -> None:
+    if len(query_shape) != 4 or len(key_shape) != 4:
+        return  # refused by the library
+    if mask.is_causal and not is_causal:
+        raise ValueError("is_causal must be True for a mask that was prepared with is_causal=True; got is_causal False")
+    batch, heads = mask.shape
+    made_for = (
+        batch in (1, query_shape[0])
+        and heads in (1, query_shape[2], key_shape[2])
+        and (mask.seqlen_q is None or mask.seqlen_q == query_shape[1])
+        and (mask.seqlen_k is None or mask.seqlen_k == key_shape[1])
+    )
+    if not made_for:
+        raise ValueError(
+            f"mask must have been prepared for these shapes; got query {tuple(query_shape)}, key {tuple(key_shape)}, "
+            f"mask {mask!r}"
+        )
+
+
+def _make(
+    intervals: KeyIntervals | None, mask: Tensor | None, seqlen_q: int | None, seqlen_k: int | None, is_causal: bool
+) -> PreparedMask:
+    return PreparedMask(intervals, mask, seqlen_q, seqlen_k, is_causal)
+
+
+def _without_broadcast(tensor: Tensor) -> Tensor:
+    """A view in which every dimension along which nothing changes, by its stride, has size 1."""
+    for dim in range(tensor.dim()):
+        if tensor.size(dim) > 1 and tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _size(count: int) -> str:
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _context_of(mask: PreparedMask) -> tuple[bool, int | None, int | None, bool]:
+    return mask.intervals is not None, mask.seqlen_q, mask.seqlen_k, mask.is_causal
+
+
+def _flatten(mask: PreparedMask) -> tuple[list[object], tuple]:
+    return [mask.mask if mask.intervals is None else mask.intervals], _context_of(mask)
+
+
+def _flatten_with_keys(mask: PreparedMask) -> tuple[list[tuple[pytree.KeyEntry, object]], tuple]:
+    name = "mask" if mask.intervals is None else "intervals"
+    return [(pytree.GetAttrKey(name), getattr(mask, name))], _context_of(mask)
+
+
+def _unflatten(held: Sequence[object], context: tuple) -> PreparedMask:
+    has_intervals, *sizes = context
+    (only,) = held
+    return _make(only if has_intervals else None, None if has_intervals else only, *sizes)
+
+
+pytree.register_pytree_node(
+    PreparedMask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="flash_dmattn.PreparedMask",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

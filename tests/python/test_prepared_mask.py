@@ -1,0 +1,326 @@
+"""prepare_mask: what a mask becomes, that it says the same, where it is taken and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import make_case, relayout, run_library
+from compare import assert_case_close
+from flash_dmattn import (
+    KeyIntervals,
+    PreparedMask,
+    attention,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flex_dmattn_func,
+    plan_report,
+    prepare_mask,
+    select_keys,
+)
+from flash_dmattn.utils.mask import topk_mask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+ROWS, KEYS = 33, 47
+CAUSAL = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS)
+
+
+def top_mask(heads: int = 2, window: int = 9) -> Tensor:
+    """What users of torch.topk make: (2, heads, ROWS, KEYS)."""
+    return topk_mask(torch.randn(2, heads, KEYS), CAUSAL[None, None], window, torch.finfo(torch.float32).min)
+
+
+def random_mask(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.5
+
+
+# By name: the mask and what it becomes.
+MASKS: dict[str, tuple[Callable[[], Tensor | KeyIntervals], str]] = {
+    "top": (top_mask, "intervals"),
+    "top_of_all_heads": (lambda: top_mask(4), "intervals"),
+    "window": (lambda: KeyIntervals.sliding_window(5, 2, ROWS, KEYS).dense_mask(ROWS), "intervals"),
+    "rows_and_keys": (lambda: CAUSAL, "intervals"),
+    "expanded_heads": (lambda: CAUSAL.expand(2, 4, ROWS, KEYS), "intervals"),
+    "strided": (lambda: relayout(top_mask(), "strided"), "intervals"),
+    "transposed": (lambda: top_mask().transpose(2, 3).contiguous().transpose(2, 3), "intervals"),
+    "intervals": (lambda: select_keys(torch.randn(1, 2, KEYS), 9, seqlen_q=ROWS), "intervals"),
+    "per_key": (lambda: random_mask(2, 1, KEYS), "keys"),
+    "per_key_of_rank_4": (lambda: random_mask(1, 4, 1, KEYS), "keys"),
+    "expanded_rows": (lambda: random_mask(2, 1, 1, KEYS).expand(2, 4, ROWS, KEYS), "keys"),
+    "same_for_all_rows": (lambda: random_mask(2, 1, 1, KEYS).expand(2, 4, ROWS, KEYS).contiguous(), "keys"),
+    "everything": (lambda: torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool), "keys"),
+    "nothing": (lambda: torch.zeros(2, 1, ROWS, KEYS, dtype=torch.bool), "keys"),
+    "random": (lambda: random_mask(2, 2, ROWS, KEYS), "mask"),
+    "per_row": (lambda: random_mask(2, 1, ROWS, 1), "mask"),
+    "expanded_keys": (lambda: random_mask(2, 1, ROWS, 1).expand(2, 1, ROWS, KEYS), "mask"),
+    "one": (lambda: torch.ones(1, 1, dtype=torch.bool), "mask"),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("make", "kind"), MASKS.values(), ids=MASKS.keys())
+def test_becomes_the_cheapest_form_and_says_the_same(make: Callable, kind: str, is_causal: bool) -> None:
+    mask = make()
+    prepared = prepare_mask(mask)
+    assert prepared.kind == kind and f"PreparedMask({kind}: " in repr(prepared)
+    case = make_case(bias=(2, 2, KEYS), is_causal=is_causal)
+    dense = mask.dense_mask(ROWS) if isinstance(mask, KeyIntervals) else mask
+    got = run_library(dataclasses.replace(case, mask=prepared))
+    assert_case_close(dataclasses.replace(case, mask=dense), got)
+    four = dense if dense.dim() == 4 else dense[None, None] if dense.dim() == 2 else dense[:, :, None]
+    shown = prepared.dense_mask(None if prepared.seqlen_q is not None else ROWS)
+    assert torch.equal(_expand_heads(shown), _expand_heads(four))
+
+
+def _expand_heads(mask: Tensor) -> Tensor:
+    heads = mask.shape[1]
+    mask = mask if heads in (1, 4) else mask.repeat_interleave(4 // heads, 1)
+    return mask.expand(2, 4, ROWS, KEYS)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([47, 20], dtype=torch.int32)], ids=["all_keys", "lengths"])
+@pytest.mark.parametrize("shape", [(33, 47), (47, 33)], ids=str)
+def test_what_the_causal_rule_hides_may_be_anything(shape: tuple[int, int], lengths: Tensor | None) -> None:
+    """Also where fewer keys exist than the mask was prepared for, whose causal rule is another one."""
+    rows, keys = shape
+    if lengths is not None:
+        lengths = lengths.clamp(max=keys)
+    visible = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    intervals = select_keys(torch.randn(2, 2, keys), 9, seqlen_q=rows)
+    cut = torch.where(visible, intervals.dense_mask(rows), random_mask(2, 2, rows, keys))
+    keys_only = torch.where(visible, random_mask(2, 2, 1, keys), random_mask(2, 2, rows, keys))
+    for mask, kind in ((cut, "intervals"), (keys_only, "keys")):
+        assert prepare_mask(mask).kind == "mask"
+        prepared = prepare_mask(mask, is_causal=True)
+        assert prepared.kind == kind
+        options = {"is_causal": True} | ({} if lengths is None else {"seqlens_k": lengths})
+        case = make_case(rows=rows, keys=keys, **options)
+        got = run_library(dataclasses.replace(case, mask=prepared))
+        assert_case_close(dataclasses.replace(case, mask=mask), got)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_never_lies(data: st.DataObject) -> None:
+    """Small masks, of which many are intervals."""
+    rows, keys, is_causal = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5)), data.draw(st.booleans())
+    bits = data.draw(st.lists(st.booleans(), min_size=rows * keys, max_size=rows * keys))
+    mask = torch.tensor(bits).view(rows, keys)
+    prepared = prepare_mask(mask, is_causal=is_causal)
+    counts = torch.ones(rows, keys, dtype=torch.bool)
+    counts = counts.tril(keys - rows) if is_causal else counts
+    assert not ((prepared.dense_mask(rows)[0, 0] != mask) & counts).any()
+    runs = torch.where(counts, mask, False).int().diff(dim=0, prepend=torch.zeros(1, keys, dtype=torch.int)) == 1
+    if rows > 1 and keys > 1:
+        assert (prepared.kind == "mask") == bool((runs.sum(0) > 1).any())
+
+
+def test_long_rows() -> None:
+    """More keys than are read at a time."""
+    intervals = select_keys(torch.randn(1, 2, 9000), 30, seqlen_q=70)
+    prepared = prepare_mask(intervals.dense_mask(70))
+    assert prepared.kind == "intervals" and torch.equal(prepared.dense_mask(), intervals.dense_mask(70))
+
+
+# ---- Where it is taken
+
+
+def test_is_taken_wherever_a_mask_is() -> None:
+    mask = top_mask()
+    prepared = prepare_mask(mask)
+    case = make_case(bias=(2, 2, KEYS))
+    tensors = (case.query, case.key, case.value)
+    result = flash_dmattn_func(*tensors, prepared, case.bias, is_causal=True, return_attn_probs=True)
+    expected = flash_dmattn_func(*tensors, mask, case.bias, is_causal=True, return_attn_probs=True)
+    for tensor, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(tensor, other)
+    bound = flash_dmattn_func_auto("cpu", attn_mask=prepared)
+    torch.testing.assert_close(bound(*tensors, attn_bias=case.bias, is_causal=True), expected[0])
+    report = plan_report(case.query, case.key, mask=prepared, is_causal=True)
+    assert report.kept_scores == plan_report(case.query, case.key, mask=mask, is_causal=True).kept_scores
+
+
+@pytest.mark.parametrize("kind", ["intervals", "prepared intervals", "prepared keys", "prepared mask"])
+def test_flex_takes_intervals_and_prepared_masks(kind: str) -> None:
+    torch._dynamo.reset()
+    case = make_case()
+    intervals = select_keys(torch.randn(2, 2, KEYS), 9, seqlen_q=ROWS)
+    mask = {
+        "intervals": intervals,
+        "prepared intervals": prepare_mask(intervals),
+        "prepared keys": prepare_mask(random_mask(2, 1, KEYS)),
+        "prepared mask": prepare_mask(random_mask(2, 4, ROWS, KEYS)),
+    }[kind]
+    tensors = (case.query, case.key, case.value)
+    result = flex_dmattn_func(*tensors, mask, is_causal=True, return_attn_probs=True)
+    expected = flash_dmattn_func(*tensors, mask, is_causal=True, return_attn_probs=True)
+    for tensor, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_shared_by_layers_and_recomputed_checkpoints() -> None:
+    prepared = prepare_mask(top_mask())
+    case = make_case()
+    query = case.query.requires_grad_()
+
+    def layer(query: Tensor, mask: PreparedMask) -> Tensor:
+        return attention(query, case.key, case.value, mask=mask, is_causal=True)
+
+    def gradient(run: Callable[[Tensor, PreparedMask], Tensor]) -> Tensor:
+        return torch.autograd.grad(run(run(query, prepared), prepared).square().sum(), query)[0]
+
+    recomputed = gradient(lambda query, mask: checkpoint(layer, query, mask, use_reentrant=False))
+    assert torch.equal(recomputed, gradient(layer))
+
+
+@pytest.mark.parametrize("kind", ["intervals", "keys", "mask"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles(kind: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda query, key, mask: attention(query, key, key, mask=mask, is_causal=True),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
+    )
+    for rows, keys in ((5, 7), (9, 9), (6, 20)):
+        query, key = torch.randn(2, rows, 4, 8, requires_grad=True), torch.randn(2, keys, 2, 8)
+        mask = {
+            "intervals": select_keys(torch.randn(2, 2, keys), 3, seqlen_q=rows).dense_mask(rows),
+            "keys": random_mask(2, 1, keys),
+            "mask": random_mask(2, 1, rows, keys),
+        }[kind]
+        prepared = prepare_mask(mask)
+        assert prepared.kind == kind
+        out, expected = compiled(query, key, prepared), attention(query, key, key, mask=mask, is_causal=True)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), query) for o in (out, expected)))
+    torch._dynamo.reset()
+
+
+def test_compiled_code_refuses_other_shapes() -> None:
+    torch._dynamo.reset()
+    prepared = prepare_mask(CAUSAL)
+    compiled = torch.compile(lambda query: attention(query, query, query, mask=prepared), backend="aot_eager")
+    with pytest.raises(ValueError, match="mask must have been prepared for these shapes"):
+        compiled(torch.randn(2, ROWS, 4, 8))
+    torch._dynamo.reset()
+
+
+def test_vmaps() -> None:
+    masks = torch.stack([top_mask(), top_mask()])  # mapped: (2, B, heads, Sq, Sk)
+    prepared = prepare_mask(masks.flatten(0, 1))
+    assert prepared.kind == "intervals"
+    begin, end = (bound.view(2, 2, 2, KEYS) for bound in (prepared.intervals.begin, prepared.intervals.end))
+    mapped = pytree.tree_unflatten([begin, end], pytree.tree_structure(prepared))
+    query, key = torch.randn(2, 2, ROWS, 4, 8), torch.randn(2, KEYS, 2, 8)
+
+    def call(query: Tensor, mask: PreparedMask) -> Tensor:
+        return attention(query, key, key, mask=mask)
+
+    expected = torch.stack([attention(q, key, key, mask=mask) for q, mask in zip(query, masks, strict=True)])
+    torch.testing.assert_close(torch.vmap(call)(query, mapped), expected)
+
+
+# ---- As an object
+
+
+@pytest.mark.parametrize("kind", ["intervals", "keys", "mask"])
+def test_is_frozen_copies_and_moves(kind: str) -> None:
+    made = {"intervals": top_mask, "keys": lambda: random_mask(2, 1, KEYS), "mask": lambda: random_mask(2, 2, 33, 47)}
+    mask = made[kind]()
+    prepared = prepare_mask(mask)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        prepared.mask = None
+    assert prepared.to("cpu").kind == kind and prepared.device == torch.device("cpu")
+    moved = prepared.to("meta")
+    assert moved.device.type == "meta" and moved.kind == kind and moved.shape == prepared.shape
+    sizes = {"intervals": 2 * 2 * 2 * KEYS * 4, "keys": 2 * KEYS, "mask": mask.numel()}
+    assert prepared.nbytes == sizes[kind]
+    leaves, tree = pytree.tree_flatten(prepared)
+    for other in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), pytree.tree_unflatten(leaves, tree)):
+        assert repr(other) == repr(prepared)
+        assert torch.equal(other.dense_mask(ROWS), prepared.dense_mask(ROWS))
+    assert (prepared.mask is not None and prepared.mask.data_ptr() == mask.data_ptr()) == (kind != "intervals")
+
+
+def test_repr() -> None:
+    assert repr(prepare_mask(torch.ones(2, 1, 1, 3000, dtype=torch.bool), is_causal=True)) == (
+        "PreparedMask(keys: one bool per key, 5.9 KiB; B 2, heads 1, Sq any, Sk 3000, is_causal=True, device=cpu)"
+    )
+
+
+# ---- Errors
+
+PREPARE_ERRORS = {
+    "type": (([True],), {}, TypeError, "mask must be a torch.Tensor or KeyIntervals; got mask of type list"),
+    "dtype": ((torch.ones(3, 3),), {}, ValueError, "mask must be bool with 2, 3 or 4 dimensions; got mask float32"),
+    "rank": ((torch.ones(3, dtype=torch.bool),), {}, ValueError, "mask must be bool with 2, 3 or 4 dimensions"),
+    "rows": ((CAUSAL, 32), {}, ValueError, "seqlen_q must be the mask's 33 rows; got seqlen_q 32, mask (1, 1, 33, 47)"),
+    "negative": ((CAUSAL, -1), {}, ValueError, "seqlen_q must be between 0 and 2^31 - 1"),
+    "no_int": ((CAUSAL, 3.0), {}, TypeError, "seqlen_q must be an int"),
+    "causal": ((CAUSAL,), {"is_causal": 1}, TypeError, "is_causal must be a bool"),
+    "meta": ((CAUSAL.to("meta"),), {}, ValueError, "mask must have data; got mask on meta"),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"), PREPARE_ERRORS.values(), ids=PREPARE_ERRORS.keys()
+)
+def test_errors_of_preparing(arguments: tuple, options: dict, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        prepare_mask(*arguments, **options)
+
+
+REFUSED = {
+    "rows": (lambda: prepare_mask(CAUSAL[:-1]), "mask must have been prepared for these shapes; got query (2, 33, 4"),
+    "keys": (lambda: prepare_mask(CAUSAL[:, :-1]), "mask must have been prepared for these shapes; got query (2, 33,"),
+    "rows_of_keys": (lambda: prepare_mask(random_mask(1, 1, KEYS), 32), "Sq 32, Sk 47"),
+    "rows_of_intervals": (lambda: prepare_mask(KeyIntervals.causal(32, KEYS), 32), "Sq 32, Sk 47"),
+    "batch": (lambda: prepare_mask(random_mask(3, 1, KEYS)), "mask must have been prepared for these shapes"),
+    "heads": (lambda: prepare_mask(random_mask(3, ROWS, KEYS)[None]), "B 1, heads 3, Sq 33, Sk 47"),
+    "causal": (lambda: prepare_mask(CAUSAL, is_causal=True), "is_causal must be True for a mask that was prepared"),
+    "device": (lambda: prepare_mask(CAUSAL).to("meta"), "intervals.begin must be on the device of query"),
+}
+
+
+@pytest.mark.parametrize("function", [attention, flash_dmattn_func, flex_dmattn_func, plan_report])
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_what_it_was_not_made_for(make: Callable, message: str, function: Callable) -> None:
+    if function is flex_dmattn_func and "device" in message:
+        pytest.skip("FlexAttention says it in its own words")
+    query, key, mask = torch.zeros(2, ROWS, 4, 8), torch.zeros(2, KEYS, 2, 8), make()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        if function is plan_report:
+            plan_report(query, key, mask=mask)
+        else:
+            function(query, key, key, **{"mask" if function is attention else "attn_mask": mask})
+
+
+def test_dense_mask_needs_the_rows() -> None:
+    prepared = prepare_mask(random_mask(1, 1, KEYS))
+    with pytest.raises(ValueError, match="seqlen_q must be given for a mask that was made for any number of rows"):
+        prepared.dense_mask()
+    assert prepared.dense_mask(3).shape == (1, 1, 3, KEYS)
+    with pytest.raises(ValueError, match="seqlen_q must be the 33 that the mask was made for; got 3"):
+        prepare_mask(CAUSAL).dense_mask(3)
+
+
+def test_operator() -> None:
+    operator = torch.ops.flash_dmattn.mask_intervals.default
+    opcheck(operator, (top_mask(), True), test_utils="test_schema")
+    with pytest.raises(ValueError, match="mask must have 4 dimensions"):
+        operator(CAUSAL, False)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        operator(torch.zeros(1, 1, 3, 3), False)
