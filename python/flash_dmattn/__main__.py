@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from .commands import info
+from .commands import info, show
 
-_COMMANDS = (info,)
+_COMMANDS = (info, show)
 
 
 def main(arguments: list[str] | None = None) -> int:
