@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +11,22 @@ import torch
 from flash_dmattn import KeyIntervals, plan_report, select_keys
 from flash_dmattn.__main__ import main
 from flash_dmattn.commands.show import PATTERNS
+from PIL import Image
 
 
-def pixels(path: Path) -> tuple[tuple[int, int], list[tuple[int, int, int]], bytes]:
-    """Size, palette and rows of a PNG with a palette, read without what wrote it."""
-    content = path.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    at, chunks = 8, {}
-    while at < len(content):
-        length, kind = struct.unpack(">I4s", content[at : at + 8])
-        chunks[kind] = chunks.get(kind, b"") + content[at + 8 : at + 8 + length]
-        at += length + 12
-    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
-    palette = [tuple(chunks[b"PLTE"][i : i + 3]) for i in range(0, len(chunks[b"PLTE"]), 3)]
-    return (width, height), palette, zlib.decompress(chunks[b"IDAT"])
+def size_of(path: Path) -> tuple[int, int]:
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        return picture.size
 
 
-def has_color(path: Path, color: str) -> bool:
+def has_area(path: Path, color: str) -> bool:
+    """More of the colour than its patch in the legend."""
     wanted = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return any(max(abs(a - b) for a, b in zip(wanted, found, strict=True)) <= 12 for found in pixels(path)[1])
+    with Image.open(path) as picture:
+        colors = picture.convert("RGB").getcolors()
+    close = [count for count, found in colors if max(abs(a - b) for a, b in zip(wanted, found, strict=True)) <= 2]
+    return sum(close) > 1000
 
 
 FULL, VISIBLE, EMPTY = "#3b74c0", "#cf6a12", "#e9e9ec"
@@ -48,9 +43,10 @@ def show(tmp_path: Path, *arguments: object) -> Path:
 def test_draws_every_pattern(pattern: str, causal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     window = [] if pattern == "documents" else ["--window-size", 70]
     output = show(tmp_path, "--pattern", pattern, "--length", 300, causal, *window)
-    (width, height), _, rows = pixels(output)
-    assert width > 1000 and height > 500 and len(set(rows)) > 8
-    assert has_color(output, VISIBLE) and has_color(output, EMPTY)
+    width, height = size_of(output)
+    assert width > 1000 and height > 500
+    assert has_area(output, VISIBLE)
+    assert has_area(output, EMPTY) or causal == "--no-causal"
     assert output.stat().st_size < 150_000
     printed = capsys.readouterr().out
     assert "scores kept" in printed and f"picture: {output}" in printed
@@ -68,7 +64,7 @@ def test_prints_the_report_of_what_it_draws(tmp_path: Path, capsys: pytest.Captu
 def test_draws_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["show"]) == 0
-    assert has_color(tmp_path / "show.png", FULL)
+    assert has_area(tmp_path / "show.png", FULL)
 
 
 SCORES = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(0))
@@ -93,7 +89,7 @@ def test_draws_a_file(
         np.save(path, (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
     else:
         torch.save(tensor, path)
-    assert pixels(show(tmp_path, path, *options))[0][0] > 1000
+    assert has_area(show(tmp_path, path, *options), VISIBLE)
     if window is not None:
         scores = SCORES[1:, 2:] if tensor.dim() == 3 else tensor[None, None]
         kept = select_keys(scores, window).kept_scores()
@@ -109,7 +105,7 @@ def test_draws_a_file(
 def test_draws_nothing_visible(tmp_path: Path) -> None:
     path = tmp_path / "nothing.npy"
     np.save(path, np.zeros((5, 7), dtype=bool))
-    assert not has_color(show(tmp_path, path), VISIBLE)
+    assert not has_area(show(tmp_path, path), VISIBLE)
 
 
 ERRORS = {

@@ -29,7 +29,7 @@ PATTERNS = (*SCORES, "window", "documents")
 DOCUMENT_ENDS = (0.12, 0.45, 0.62, 0.7, 1.0)
 
 MAX_SCORES = 1 << 26  # a picture holds a few bytes for each
-MAX_PIXELS = 1024  # of a side of a picture's panel; more scores than that are averaged
+MAX_PIXELS = 512  # of a side of a panel, about; more scores than that are averaged
 HEAD_DIM = 64  # for the report, which does not depend on it
 
 
@@ -227,9 +227,9 @@ def _load(path: Path) -> Tensor:
 
 # ---- Drawing
 
-# Colours by what a score is: in an empty tile, hidden or visible in a partial one, in a full one; and beyond a list.
-_EMPTY, _HIDDEN, _VISIBLE, _FULL, _NOTHING = range(5)
-_COLORS = {_EMPTY: "#e9e9ec", _HIDDEN: "#fbdcae", _VISIBLE: "#cf6a12", _FULL: "#3b74c0", _NOTHING: "#ffffff"}
+# Colours of scores: in an empty tile, hidden or visible in a partial one, in a full one.
+_EMPTY, _HIDDEN, _VISIBLE, _FULL = range(4)
+_COLORS = {_EMPTY: "#e9e9ec", _HIDDEN: "#fbdcae", _VISIBLE: "#cf6a12", _FULL: "#3b74c0"}
 _INK = "#20304c"
 
 
@@ -257,10 +257,7 @@ def _draw_mask(axes: object, visible: Tensor, subject: Subject) -> None:
     share = visible.sum().item() / visible.numel()
     rule = ", causal rule included" if subject.is_causal else ""
     axes.set_title(f"the mask{rule}\n{share:.1%} of {subject.rows} × {subject.keys} scores are visible")
-    white, ink = torch.tensor([1.0, 1.0, 1.0]), _rgb(_INK)
-    # Small dots would vanish in the average.
-    density = _averaged(visible.float()[..., None]).sqrt()
-    _show(axes, white + (ink - white) * density, subject.rows, subject.keys)
+    _show(axes, torch.ones(*visible.shape, 3), visible, _INK)
     axes.set(xlabel="key", ylabel="query row")
 
 
@@ -276,7 +273,8 @@ def _draw_tiles(axes: object, visible: Tensor, report: PlanReport) -> None:
     axes.set_title(
         f"its tiles, {height} rows × {width} keys: skipping the empty\n{_cost(computed, report.kept_scores)}"
     )
-    _show(axes, _painted(visible, classes, height, width), rows, keys)
+    image, dots = _painted(visible, classes, height, width)
+    _show(axes, image, dots, _COLORS[_VISIBLE])
     axes.set(xlabel="key", ylabel="query row")
 
 
@@ -284,17 +282,17 @@ def _draw_plan(axes: object, chunks: list[PlannedChunk], report: PlanReport) -> 
     rows = sum(chunk.rows for chunk in chunks)
     # To whole tiles: what is computed of the last one.
     widest = max(math.ceil(max(len(chunk.keys), 1) / chunk.key_tile) * chunk.key_tile for chunk in chunks)
-    image = _rgb(_COLORS[_NOTHING]).expand(rows, widest, 3).clone()
+    image, dots = torch.ones(rows, widest, 3), torch.zeros(rows, widest, dtype=torch.bool)
     for chunk in chunks:
         width = chunk.tiles.shape[1] * chunk.key_tile
         shown = torch.nn.functional.pad(chunk.visible, (0, width - len(chunk.keys)))
-        painted = _painted(shown, chunk.tiles, chunk.row_tile, chunk.key_tile)
-        image[chunk.row_begin : chunk.row_begin + chunk.rows, :width] = painted
+        place = slice(chunk.row_begin, chunk.row_begin + chunk.rows), slice(0, width)
+        image[place], dots[place] = _painted(shown, chunk.tiles, chunk.row_tile, chunk.key_tile)
     axes.set_title(
         f"its plan: the keys that {chunks[0].rows} rows see, put together\n"
         f"{_cost(report.computed_scores, report.kept_scores)}"
     )
-    _show(axes, image, rows, widest)
+    _show(axes, image, dots, _COLORS[_VISIBLE])
     for chunk in chunks:
         if chunk.row_begin > 0:
             axes.axhline(chunk.row_begin, color=_INK, linewidth=0.8)
@@ -328,16 +326,23 @@ def _draw_legend(figure: object, report: PlanReport) -> None:
     figure.text(0.5, 0.015, f"plan by {report.rule}", ha="center", fontsize=11, color="#505050")
 
 
-def _painted(visible: Tensor, classes: Tensor, row_tile: int, key_tile: int) -> Tensor:
-    """(rows, keys, 3): every score in the colour of its tile's class and its own visibility."""
+def _painted(visible: Tensor, classes: Tensor, row_tile: int, key_tile: int) -> tuple[Tensor, Tensor]:
+    """(rows, keys, 3), every score in the colour of its tile's class, and (rows, keys), the visible ones of partial
+    tiles, which have a colour of their own."""
     rows, keys = visible.shape
-    spread = classes.repeat_interleave(row_tile, 0).repeat_interleave(key_tile, 1)[:rows, :keys]
-    kinds = torch.where(spread == 2, _FULL, torch.where(spread == 0, _EMPTY, torch.where(visible, _VISIBLE, _HIDDEN)))
-    return torch.stack([_rgb(_COLORS[kind]) for kind in range(len(_COLORS))])[kinds]
+    spread = classes.repeat_interleave(row_tile, 0).repeat_interleave(key_tile, 1)[:rows, :keys].long()
+    by_class = torch.stack([_rgb(_COLORS[kind]) for kind in (_EMPTY, _HIDDEN, _FULL)])
+    return by_class[spread], visible & (spread == 1)
 
 
-def _show(axes: object, image: Tensor, rows: int, keys: int) -> None:
-    axes.imshow(_averaged(image).numpy(), extent=(0, keys, rows, 0), aspect="auto", interpolation="antialiased")
+def _show(axes: object, image: Tensor, dots: Tensor, color: str) -> None:
+    """Draws (rows, keys, 3) and, on top, the dots (rows, keys) in their colour."""
+    rows, keys = dots.shape
+    image = _averaged(image)
+    # The root: where a pixel stands for many scores, few dots among them would vanish.
+    density = _averaged(dots.float()[..., None]).sqrt()
+    image = image + (_rgb(color) - image) * density
+    axes.imshow(image.numpy(), extent=(0, keys, rows, 0), aspect="auto", interpolation="antialiased")
 
 
 def _averaged(image: Tensor) -> Tensor:
@@ -361,6 +366,17 @@ def _with_palette(png: io.BytesIO) -> bytes:
     """The same picture in a third of the bytes. matplotlib brings PIL."""
     from PIL import Image
 
-    smaller = io.BytesIO()
-    Image.open(png).convert("RGB").quantize(96).save(smaller, "PNG", optimize=True)
-    return smaller.getvalue()
+    picture = Image.open(png).convert("RGB")
+    # The legend's colours, which few pixels may have, and those that most pixels have.
+    named = torch.stack([255 * _rgb(color) for color in ("#ffffff", *_COLORS.values(), _INK)])
+    common = torch.tensor(picture.quantize(90).getpalette()[: 3 * 90], dtype=torch.float32).view(-1, 3)
+    palette = torch.cat([named, common])
+    pixels = torch.frombuffer(bytearray(picture.convert("RGBA").tobytes()), dtype=torch.int32)
+    colors, place = pixels.unique(return_inverse=True)
+    colors = colors.view(torch.uint8).view(-1, 4)[:, :3]
+    nearest = torch.cdist(colors.float(), palette).argmin(1).to(torch.uint8)
+    smaller = Image.frombytes("P", picture.size, nearest[place].numpy().tobytes())
+    smaller.putpalette(palette.round().to(torch.uint8).flatten().tolist())
+    result = io.BytesIO()
+    smaller.save(result, "PNG", optimize=True)
+    return result.getvalue()
