@@ -7,9 +7,9 @@
 
 What PyTorch does is what the original package's users do: torch.topk over the causal scores of every row, scattered
 into a mask, then scaled_dot_product_attention with the bias where the mask is true. Its mask wants no gradient, since
-it would leave its fused kernel; the backward here computes the bias's gradient too. Every figure is a time: how many
-scores are computed for each one kept is counted by the C++ library (AttentionCounters), not here. docs/benchmarks.md
-says how to read the table, docs/selection.md what is computed.
+it would leave its fused kernel; the backward here computes the bias's gradient too. Every figure is a time, except how
+many scores are computed for each one kept, which plan_report tells. docs/benchmarks.md says how to read the table,
+docs/selection.md what is computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ from common import (
     print_machine,
     sample_seconds,
 )
-from flash_dmattn import KeyIntervals, attention, dynamic_mask_attention, select_keys
+from flash_dmattn import (
+    KeyIntervals,
+    PreparedMask,
+    attention,
+    dynamic_mask_attention,
+    plan_report,
+    prepare_mask,
+    select_keys,
+)
 from rich.console import Console
 from torch import Tensor
 
@@ -93,9 +101,8 @@ class Problem:
     def select(self) -> KeyIntervals:
         return select_keys(self.key_bias, self.window)
 
-    def ours(self, intervals: KeyIntervals) -> Tensor:
-        bias = self.key_bias
-        return attention(self.query, self.key, self.value, mask=intervals, bias=bias, is_causal=True)
+    def ours(self, mask: Tensor | KeyIntervals | PreparedMask) -> Tensor:
+        return attention(self.query, self.key, self.value, mask=mask, bias=self.key_bias, is_causal=True)
 
     def ours_selected(self) -> Tensor:
         return dynamic_mask_attention(self.query, self.key, self.value, self.key_bias, self.window)
@@ -206,6 +213,41 @@ def compare_rates(case: str, problem: Problem, repeats: int) -> Iterator[Compari
     yield compare(what="backward", ours=per_score(backward, kept), theirs=per_score(dense_backward, dense))
 
 
+def plan(settings: Settings) -> Iterator[Comparison]:
+    """Scores that the forward computes for each one that it keeps: the price of tiles."""
+    for length, window, limit in ((8192, 1024, 1.25), (32768, 2048, 1.12)):
+        for drift, scores in ((0.0, "random"), (4.0, "rising")):
+            problem = settings.problem(length, window, drift)
+            report = plan_report(problem.query, problem.key, mask=problem.select(), is_causal=True)
+            yield measure_samples(
+                f"S{problem.length} w{problem.window} {SHAPE}, {scores} scores",
+                "computed / kept",
+                DTYPE,
+                "x",
+                lambda report=report: report.ratio,
+                repeats=1,
+                limit=limit,
+            )
+
+
+def prepared(settings: Settings) -> Iterator[Comparison]:
+    """A dense bool mask of the highest scores, prepared once, against the same mask as it is."""
+    problem = settings.problem(8192, WINDOW)
+    mask = problem.select().dense_mask(problem.length)
+    ready = prepare_mask(mask)
+    torch.testing.assert_close(problem.ours(ready), problem.ours(mask), atol=1e-5, rtol=1e-5)
+    case = f"S{problem.length} w{problem.window} {SHAPE}, bool mask"
+    compare = partial(compare_times, case, dtype=DTYPE, repeats=settings.repeats, other="not prepared")
+    with torch.no_grad():
+        yield compare(what="forward", ours=lambda: problem.ours(ready), theirs=lambda: problem.ours(mask))
+    ours, theirs = (
+        problem.backward_of(problem.ours(form), problem.our_leaves(), problem.dout) for form in (ready, mask)
+    )
+    yield compare(what="backward", ours=ours, theirs=theirs)
+    once = partial(milliseconds, lambda: prepare_mask(mask))
+    yield measure_samples(case, "prepare_mask, once", DTYPE, "ms", once, repeats=settings.repeats)
+
+
 def growth(settings: Settings) -> Iterator[Comparison]:
     """How much longer a step takes on four times the length: 4 is linear."""
     short, long = settings.problem(16384, WINDOW), settings.problem(65536, WINDOW)
@@ -268,7 +310,15 @@ def measure_parts(problem: Problem, with_theirs: bool, repeats: int) -> Iterator
                 yield measure_samples(case, what, DTYPE, "ms", partial(milliseconds, function), repeats=repeats)
 
 
-CASES = {"speed": speed, "rate": rate, "growth": growth, "selection": selection, "lengths": lengths}
+CASES = {
+    "plan": plan,
+    "speed": speed,
+    "prepared": prepared,
+    "rate": rate,
+    "growth": growth,
+    "selection": selection,
+    "lengths": lengths,
+}
 
 
 def plot(comparisons: list[Comparison], path: Path) -> None:
@@ -278,7 +328,7 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 5.6), layout="constrained")
     for what, color in (("selection", "tab:green"), ("forward", "tab:blue"), ("backward", "tab:red")):
         lines = [line for line in comparisons if line.what == what]
         lengths = [int(line.case.split()[0].removeprefix("S")) for line in lines]
@@ -290,7 +340,7 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
     axes.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
     axes.set(xlabel="sequence length", ylabel="milliseconds", title=" ".join(lines[0].case.split()[1:]))
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=120)
 
 
