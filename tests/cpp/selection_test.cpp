@@ -99,7 +99,7 @@ std::vector<bool> keys_of_row(const Selection& s, const Made& made, std::int64_t
 TEST(Selection, IsTheRuleAppliedToEveryRow) {
   std::mt19937 rng(1);
   const DType dtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64};
-  for (int round = 0; round < 400; ++round) {
+  for (int round = 0; round < 2000; ++round) {
     Selection s;
     s.rows = static_cast<std::int64_t>(rng() % 30);
     s.keys = 1 + static_cast<std::int64_t>(rng() % 40);

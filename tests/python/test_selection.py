@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 from flash_dmattn import KeyIntervals, select_keys
+from flash_dmattn.utils.mask import topk_mask
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from selecting import visible_keys
@@ -113,6 +114,16 @@ def test_equal_scores_make_a_sliding_window() -> None:
 def test_lengths(rows: int, keys: int, window: int) -> None:
     for causal in (True, False):
         assert_selects(torch.randint(-3, 4, (2, 3, keys)).float(), window, rows, causal=causal)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(50, 50), (20, 50), (1, 50), (50, 20)])
+@pytest.mark.parametrize("window", [0, 1, 7, 50])
+def test_equals_topk_mask_under_the_causal_mask(rows: int, keys: int, window: int) -> None:
+    """What users of the original package get, on scores without ties."""
+    scores = torch.stack([torch.randperm(keys) for _ in range(6)]).view(2, 3, keys).float() - keys / 2
+    causal = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    expected = topk_mask(scores, causal, window, torch.finfo(torch.float32).min).view(2, 3, rows, keys)
+    assert torch.equal(select_keys(scores, window, seqlen_q=rows).dense_mask(rows), expected)
 
 
 def test_key_masks_and_lengths_that_hide_everything() -> None:

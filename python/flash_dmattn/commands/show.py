@@ -28,7 +28,7 @@ PATTERNS = (*SCORES, "window", "documents")
 # Where the documents of that pattern end, as shares of the length.
 DOCUMENT_ENDS = (0.12, 0.45, 0.62, 0.7, 1.0)
 
-MAX_SCORES = 1 << 26  # a picture holds a few bytes for each
+MAX_SCORES = 1 << 24  # drawing takes some 40 bytes for each
 MAX_PIXELS = 512  # of a side of a panel, about; more scores than that are averaged
 HEAD_DIM = 64  # for the report, which does not depend on it
 
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         pyplot = _import_pyplot()
         subject = from_pattern(options) if options.file is None else from_file(options)
         if not 0 < subject.rows * subject.keys <= MAX_SCORES:
-            raise BadArgument(f"a picture has 1 to 2^26 scores; got {subject.rows} rows and {subject.keys} keys")
+            raise BadArgument(f"a picture has 1 to 2^24 scores; got {subject.rows} rows and {subject.keys} keys")
         report = subject.report()
         content = draw(subject, report, pyplot)
         try:
@@ -191,7 +191,7 @@ def from_file(options: argparse.Namespace) -> Subject:
 def _selected(scores: Tensor, window: int, is_causal: bool, what: str) -> Subject:
     length = scores.shape[2]
     if length**2 > MAX_SCORES:
-        raise BadArgument(f"a picture has at most 2^26 scores; got {length} keys and as many rows")
+        raise BadArgument(f"a picture has at most 2^24 scores; got {length} keys and as many rows")
     title = f"{'causal' if is_causal else 'per key'} top {window} of {length} keys, {what}"
     return Subject(title, select_keys(scores, window, causal=is_causal), length, length, is_causal)
 
