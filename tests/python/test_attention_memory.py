@@ -97,6 +97,38 @@ def test_dynamic_mask_memory_grows_linearly() -> None:
     assert taken[2] < 1.2 * taken[0], f"{taken} bytes a key"
 
 
+PREPARED_MASK = """
+import torch
+import flash_dmattn
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+
+def top_mask(length):
+    mask = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    mask[0, 0] = True
+    return mask.tril_().triu_(-500)
+
+torch.set_num_threads(2)
+flash_dmattn.prepare_mask(top_mask(512))
+mask = top_mask(8192)
+before = peak()
+prepared = flash_dmattn.prepare_mask(mask)
+assert prepared.kind == "intervals", prepared
+print(peak() - before)
+"""
+
+
+@linux_only
+def test_preparing_a_mask_takes_bytes_per_key() -> None:
+    """8192 x 8192, 64 MiB: its intervals are 64 KiB."""
+    result = subprocess.run([sys.executable, "-c", PREPARED_MASK], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    taken = int(result.stdout) / 2**20
+    assert taken < 4, f"{taken:.1f} MiB beside the mask"
+
+
 def sparse_memory(length: int) -> memoryview:
     """Address space of which only what is touched becomes memory."""
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
