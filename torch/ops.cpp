@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -268,7 +267,8 @@ std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
   const TensorView view = view_of("mask", mask, "must be bool");
   if (view.rank != 4) check(Status::invalid("mask", "must have 4 dimensions", std::to_string(view.rank)));
   const std::int64_t sizes[] = {view.shape[0], view.shape[1], view.shape[3]};
-  const Tensor begin = empty_cpu({sizes, 3}, ScalarType::Int), end = empty_cpu({sizes, 3}, ScalarType::Int);
+  const Tensor begin = torch::stable::empty({sizes, 3}, ScalarType::Int),
+               end = torch::stable::empty({sizes, 3}, ScalarType::Int);
   TorchExecutor executor;
   bool exact = false;
   check(flash_dmattn::mask_intervals(view, is_causal, make_intervals(begin, end), &exact, {.executor = &executor}));
@@ -330,8 +330,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key,
   std::vector<PlannedChunk::Tile> tiles;
   for (const PlannedChunk& chunk : chunks) {
     for (const std::int64_t entry :
-         {chunk.row_begin, std::int64_t{chunk.rows}, std::ssize(chunk.keys), std::int64_t{chunk.is_list},
-          std::int64_t{chunk.has_bitmap}, std::int64_t{chunk.row_tile}, std::int64_t{chunk.key_tile}}) {
+         {chunk.row_begin, std::int64_t{chunk.rows}, static_cast<std::int64_t>(chunk.keys.size()),
+          std::int64_t{chunk.is_list}, std::int64_t{chunk.has_bitmap}, std::int64_t{chunk.row_tile},
+          std::int64_t{chunk.key_tile}}) {
       table.push_back(entry);
     }
     keys.insert(keys.end(), chunk.keys.begin(), chunk.keys.end());
@@ -339,8 +340,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key,
     tiles.insert(tiles.end(), chunk.tiles.begin(), chunk.tiles.end());
   }
   const auto copied = [](const auto& values, ScalarType dtype) {
-    const std::int64_t size = std::ssize(values);
-    Tensor tensor = empty_cpu({&size, 1}, dtype);
+    const auto size = static_cast<std::int64_t>(values.size());
+    Tensor tensor = torch::stable::empty({&size, 1}, dtype);
     std::copy_n(reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(values[0]),
                 static_cast<std::byte*>(tensor.data_ptr()));
     return tensor;
