@@ -28,7 +28,7 @@ export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 BUILD := build/$(PRESET)
 CONFIGURE = cmake >/dev/null
-CPP_FILES = $(shell find include src torch tests examples -name '*.h' -o -name '*.cpp')
+CPP_FILES = $(shell find include src torch tests examples benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help setup library build run test test-cpp test-python test-sanitize lint format bench check-neon check-wheel \
         clean

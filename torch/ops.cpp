@@ -4,6 +4,8 @@
 // The only file that includes torch, and of torch only the stable ABI: one binary serves every later version and
 // every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
 // registered by python/flash_dmattn/_library.py.
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -13,10 +15,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "flash_dmattn/attention.h"
@@ -46,8 +50,9 @@ using torch::stable::Tensor;
 
 constexpr const char* kFloatRule = "must be float16, bfloat16, float32 or float64";
 
-// Arrives in Python as a ValueError.
+// Arrives in Python as a ValueError, what is no argument's fault as a RuntimeError.
 void check(const Status& status) {
+  if (status.is_failure()) throw std::runtime_error(status.message());
   if (!status.ok()) throw std::invalid_argument(status.message());
 }
 
@@ -132,19 +137,62 @@ Tensor with_unit_head_dim(const Tensor& tensor) {
              : torch::stable::contiguous(tensor);
 }
 
-Tensor empty_cpu(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
-  return torch::stable::empty(sizes, dtype);
-}
+// Where a call's tensors are, made the current device for as long as this lives; work goes to its current stream.
+class CallDevice {
+ public:
+  // `tensors` that are given must be where `first` is.
+  CallDevice(const char* name, const Tensor& first,
+             std::initializer_list<std::pair<const char*, const std::optional<Tensor>*>> tensors)
+      : device_(first.defined() ? first.device() : torch::stable::Device(torch::headeronly::DeviceType::CPU)) {
+    for (const auto& [other_name, other] : tensors) {
+      if (!*other || !(*other)->defined() || (*other)->device() == device_) continue;
+      check(Status::invalid(other_name, std::string("must be on the device of ") + name,
+                            show(other_name, (*other)->device()) + ", " + show(name, device_)));
+    }
+    if (!is_cuda()) return;
+    guard_.emplace(device_.index());
+    static const CurrentStream current_stream = find_current_stream();
+    if (current_stream == nullptr) check(Status::failed("torch", "it has no CUDA streams"));
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(current_stream(device_.index(), &stream));
+    native_ = flash_dmattn::Device::cuda(stream);
+  }
 
-Tensor empty_like_shape(const Tensor& tensor) { return empty_cpu(tensor.sizes(), tensor.scalar_type()); }
+  bool is_cuda() const { return device_.type() == torch::headeronly::DeviceType::CUDA; }
+  const flash_dmattn::Device& native() const { return native_; }
+
+  Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) const {
+    return torch::stable::empty(sizes, dtype, std::nullopt, device_);
+  }
+  Tensor empty_like_shape(const Tensor& tensor) const { return empty(tensor.sizes(), tensor.scalar_type()); }
+
+ private:
+  using CurrentStream = AOTITorchError (*)(std::int32_t, void**);
+
+  // Of the library that only CUDA builds of torch have, and have loaded by now.
+  static CurrentStream find_current_stream() {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) return nullptr;
+    return reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }
+
+  static std::string show(const char* name, const torch::stable::Device& device) {
+    const bool cuda = device.type() == torch::headeronly::DeviceType::CUDA;
+    return std::string(name) + " on " + (cuda ? "cuda:" + std::to_string(device.index()) : "cpu");
+  }
+
+  torch::stable::Device device_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  flash_dmattn::Device native_;
+};
 
 // Scratch memory from torch's allocator, kept until the call returns.
 class Workspace {
  public:
-  explicit Workspace(std::size_t bytes) : bytes_(bytes) {
+  Workspace(const CallDevice& device, std::size_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
     const std::int64_t size = static_cast<std::int64_t>(bytes);
-    memory_ = empty_cpu({&size, 1}, ScalarType::Byte);
+    memory_ = device.empty({&size, 1}, ScalarType::Byte);
   }
 
   void* data() const { return memory_ ? memory_->data_ptr() : nullptr; }
@@ -177,23 +225,32 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
                                              std::optional<double> scale, double softcap, bool is_causal,
                                              bool deterministic) {
+  const std::optional<Tensor> key_given(key), value_given(value);
+  const CallDevice device("query", query,
+                          {{"key", &key_given},
+                           {"value", &value_given},
+                           {"mask", &mask},
+                           {"bias", &bias},
+                           {"seqlens_k", &seqlens_k},
+                           {"intervals.begin", &interval_begin},
+                           {"intervals.end", &interval_end}});
   query = with_unit_head_dim(query);
   key = with_unit_head_dim(key);
   value = with_unit_head_dim(value);
   const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end);
   const AttentionOptions options = {scale, softcap, is_causal, deterministic};
   TorchExecutor executor;
-  const AttentionContext context = {.executor = &executor};
+  const AttentionContext context = {.executor = &executor, .device = device.native()};
 
   // Also checks the inputs: from here on query has four dimensions.
   std::size_t bytes = 0;
   check(flash_dmattn::attention_forward_workspace(inputs, options, context, &bytes));
-  const Workspace workspace(bytes);
+  const Workspace workspace(device, bytes);
 
-  const Tensor out = empty_like_shape(query);
+  const Tensor out = device.empty_like_shape(query);
   const std::int64_t lse_sizes[] = {query.size(0), query.size(2), query.size(1)};
   const bool is_double = inputs.query.dtype == DType::kFloat64;
-  const Tensor lse = empty_cpu({lse_sizes, 3}, is_double ? ScalarType::Double : ScalarType::Float);
+  const Tensor lse = device.empty({lse_sizes, 3}, is_double ? ScalarType::Double : ScalarType::Float);
   const AttentionOutputs outputs = {view_of("out", out, kFloatRule), view_of("lse", lse, kFloatRule)};
   check(flash_dmattn::attention_forward(inputs, options, outputs, workspace.data(), workspace.bytes(), context));
   return {out, lse};
@@ -205,6 +262,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<Tensor> interval_end, Tensor out, Tensor lse, std::optional<double> scale, double softcap,
     bool is_causal, bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
+  const std::optional<Tensor> key_given(key), value_given(value), out_given(out), lse_given(lse), dout_given(dout);
+  const CallDevice device("query", query,
+                          {{"key", &key_given},
+                           {"value", &value_given},
+                           {"out", &out_given},
+                           {"lse", &lse_given},
+                           {"dout", &dout_given},
+                           {"dlse", &dlse},
+                           {"mask", &mask},
+                           {"bias", &bias},
+                           {"seqlens_k", &seqlens_k},
+                           {"intervals.begin", &interval_begin},
+                           {"intervals.end", &interval_end}});
   query = with_unit_head_dim(query);
   key = with_unit_head_dim(key);
   value = with_unit_head_dim(value);
@@ -218,15 +288,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                                           .dlse = view_of("dlse", dlse, "must have lse's dtype")};
   const AttentionOptions options = {scale, softcap, is_causal, deterministic};
   TorchExecutor executor;
-  const AttentionContext context = {.executor = &executor};
+  const AttentionContext context = {.executor = &executor, .device = device.native()};
 
   AttentionGradients gradients;
-  const auto make_gradient = [](bool needed, const char* name, const Tensor& input, TensorView* view) {
+  const auto make_gradient = [&device](bool needed, const char* name, const Tensor& input, TensorView* view) {
     if (!needed) {
       const std::int64_t none = 0;
-      return empty_cpu({&none, 1}, input.scalar_type());
+      return device.empty({&none, 1}, input.scalar_type());
     }
-    Tensor gradient = empty_like_shape(input);
+    Tensor gradient = device.empty_like_shape(input);
     *view = view_of(name, gradient, kFloatRule);
     return gradient;
   };
@@ -237,7 +307,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
   std::size_t bytes = 0;
   check(flash_dmattn::attention_backward_workspace(inputs, cotangents, options, gradients, context, &bytes));
-  const Workspace workspace(bytes);
+  const Workspace workspace(device, bytes);
   check(flash_dmattn::attention_backward(inputs, cotangents, options, gradients, workspace.data(), workspace.bytes(),
                                          context));
   return {dquery, dkey, dvalue, dbias};
@@ -245,19 +315,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
 std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, std::int64_t seqlen_q, bool causal,
                                        std::optional<Tensor> key_mask, std::optional<Tensor> seqlens_k) {
+  const CallDevice device("scores", scores, {{"key_mask", &key_mask}, {"seqlens_k", &seqlens_k}});
   const SelectionInputs inputs = {.scores = view_of("scores", scores, kFloatRule),
                                   .key_mask = view_of("key_mask", key_mask, "must be bool"),
                                   .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32")};
   const SelectionOptions options = {.window_size = window_size, .seqlen_q = seqlen_q, .causal = causal};
   TorchExecutor executor;
-  const SelectionContext context = {.executor = &executor};
+  const SelectionContext context = {.executor = &executor, .device = device.native()};
 
   std::size_t bytes = 0;
   check(flash_dmattn::select_keys_workspace(inputs, options, context, &bytes));
-  const Workspace workspace(bytes);
+  const Workspace workspace(device, bytes);
 
-  const Tensor begin = empty_cpu(scores.sizes(), ScalarType::Int);
-  const Tensor end = empty_cpu(scores.sizes(), ScalarType::Int);
+  const Tensor begin = device.empty(scores.sizes(), ScalarType::Int);
+  const Tensor end = device.empty(scores.sizes(), ScalarType::Int);
   check(flash_dmattn::select_keys(inputs, options, make_intervals(begin, end), workspace.data(), workspace.bytes(),
                                   context));
   return {begin, end};
@@ -390,6 +461,12 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
   library.impl("mask_intervals", TORCH_BOX(&mask_intervals));
   library.impl("plan_report", TORCH_BOX(&plan_report));
   library.impl("plan_chunks", TORCH_BOX(&plan_chunks));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, library) {
+  library.impl("attention_forward", TORCH_BOX(&attention_forward));
+  library.impl("attention_backward", TORCH_BOX(&attention_backward));
+  library.impl("select_keys", TORCH_BOX(&select_keys));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, library) {

@@ -80,7 +80,8 @@ struct AttentionCounters {
 
 struct AttentionContext {
   Executor* executor = nullptr;           // null: default_executor()
-  AttentionCounters* counters = nullptr;  // optional; added to
+  AttentionCounters* counters = nullptr;  // optional, CPU only; added to
+  Device device{};                        // of all tensors and the workspace
 };
 
 // Bytes of scratch memory the call needs, aligned to 64. O(Sq + Sk) per head and worker.
@@ -100,7 +101,7 @@ Status attention_backward(const AttentionInputs&, const AttentionCotangents&, co
                           const AttentionGradients&, void* workspace, std::size_t workspace_bytes,
                           const AttentionContext& = {});
 
-// The same with scratch memory allocated for the duration of the call.
+// The same with scratch memory allocated for the duration of the call. CPU only.
 Status attention_forward(const AttentionInputs&, const AttentionOptions&, const AttentionOutputs&,
                          const AttentionContext& = {});
 Status attention_backward(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,

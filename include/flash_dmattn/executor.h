@@ -1,4 +1,4 @@
-// Where the CPU backend's parallel work runs. Hosts with a thread pool of their own (torch, OpenMP,
+// Where work runs. On the CPU, hosts with a thread pool of their own (torch, OpenMP,
 // TBB) pass an Executor that uses it, so that there is never a second pool beside theirs.
 #pragma once
 
@@ -22,5 +22,16 @@ class Executor {
 // Created at the first use with one worker per core the process may run on, or with the environment
 // variable FLASH_DMATTN_NUM_THREADS.
 Executor& default_executor();
+
+// Where a call's tensors and workspace are and its work runs.
+struct Device {
+  enum class Kind { kCpu, kCuda };
+
+  Kind kind = Kind::kCpu;
+  void* stream = nullptr;  // cudaStream_t of the current CUDA device: work is enqueued, calls return before it is done
+
+  static Device cuda(void* stream) { return {Kind::kCuda, stream}; }
+  bool is_cuda() const { return kind == Kind::kCuda; }
+};
 
 }  // namespace flash_dmattn

@@ -37,6 +37,7 @@ struct SelectionOptions {
 
 struct SelectionContext {
   Executor* executor = nullptr;  // null: default_executor()
+  Device device{};               // of all tensors and the workspace
 };
 
 // Bytes of scratch memory, aligned to 64: O(w) per worker.
@@ -49,7 +50,7 @@ Status select_keys_workspace(const SelectionInputs&, const SelectionOptions&, co
 Status select_keys(const SelectionInputs&, const SelectionOptions&, const KeyIntervals& intervals, void* workspace,
                    std::size_t workspace_bytes, const SelectionContext& = {});
 
-// The same with scratch memory allocated for the duration of the call.
+// The same with scratch memory allocated for the duration of the call. CPU only.
 Status select_keys(const SelectionInputs&, const SelectionOptions&, const KeyIntervals& intervals,
                    const SelectionContext& = {});
 

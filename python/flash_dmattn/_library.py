@@ -28,7 +28,7 @@ _select_op = torch.ops.flash_dmattn.select_keys.default
 _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
 
 # Devices whose tensors the operators take, by the name of the backend. Meta tensors carry shapes only.
-DEVICE_BACKENDS = {"cpu": "cpu", "meta": None}
+DEVICE_BACKENDS = {"cpu": "cpu", "cuda": "cuda", "meta": None}
 
 
 def device_backends() -> list[str]:
@@ -299,6 +299,7 @@ def _autocast(device_type: str):
 
 
 _registrations.impl("attention_forward", _autocast("cpu"), "AutocastCPU")
+_registrations.impl("attention_forward", _autocast("cuda"), "AutocastCUDA")
 
 
 # ---- vmap

@@ -3,6 +3,7 @@
 #include "api/validate.h"
 #include "api/workspace.h"
 #include "cpu/backend.h"
+#include "cuda/backend.h"
 
 namespace flash_dmattn {
 namespace {
@@ -15,15 +16,21 @@ Executor& executor_of(const AttentionContext& context) {
   return context.executor != nullptr ? *context.executor : default_executor();
 }
 
-std::size_t forward_bytes(const AttentionProblem& problem, const Executor& executor) {
-  if (problem.empty() || problem.dtype == DType::kFloat64) return 0;
-  return internal::cpu::forward_workspace(problem, executor);
+Status forward_bytes(const AttentionProblem& problem, const AttentionContext& context, std::size_t* bytes) {
+  *bytes = 0;
+  if (problem.empty()) return Status();
+  if (context.device.is_cuda()) return internal::cuda::forward_workspace(problem, bytes);
+  if (problem.dtype != DType::kFloat64) *bytes = internal::cpu::forward_workspace(problem, executor_of(context));
+  return Status();
 }
 
 // No query row: every gradient that is asked for is zero, and there is nothing to walk over.
-std::size_t backward_bytes(const BackwardProblem& problem, const Executor& executor) {
-  if (problem.empty() || problem.dtype == DType::kFloat64) return 0;
-  return internal::cpu::backward_workspace(problem, executor);
+Status backward_bytes(const BackwardProblem& problem, const AttentionContext& context, std::size_t* bytes) {
+  *bytes = 0;
+  if (context.device.is_cuda()) return internal::cuda::backward_workspace(problem, bytes);
+  if (problem.empty()) return Status();
+  if (problem.dtype != DType::kFloat64) *bytes = internal::cpu::backward_workspace(problem, executor_of(context));
+  return Status();
 }
 
 // Zeroes a contiguous (B, S, heads, D) tensor.
@@ -45,8 +52,7 @@ Status attention_forward_workspace(const AttentionInputs& inputs, const Attentio
                                    const AttentionContext& context, std::size_t* bytes) {
   AttentionProblem problem;
   Status status = internal::make_problem(inputs, options, &problem);
-  if (status.ok()) *bytes = forward_bytes(problem, executor_of(context));
-  return status;
+  return status.ok() ? forward_bytes(problem, context, bytes) : status;
 }
 
 Status attention_backward_workspace(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
@@ -54,8 +60,7 @@ Status attention_backward_workspace(const AttentionInputs& inputs, const Attenti
                                     const AttentionContext& context, std::size_t* bytes) {
   BackwardProblem problem;
   Status status = internal::make_backward_problem(inputs, cotangents, options, gradients, &problem);
-  if (status.ok()) *bytes = backward_bytes(problem, executor_of(context));
-  return status;
+  return status.ok() ? backward_bytes(problem, context, bytes) : status;
 }
 
 Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& options,
@@ -64,14 +69,17 @@ Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& 
   ForwardProblem problem;
   if (Status status = internal::make_forward_problem(inputs, options, outputs, &problem); !status.ok()) return status;
   if (problem.empty()) return Status();
-  Executor& executor = executor_of(context);
+  std::size_t needed = 0;
+  Status status = forward_bytes(problem, context, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  if (!status.ok()) return status;
+  if (context.device.is_cuda()) return internal::cuda::forward(problem, workspace, context.device.stream);
   if (problem.dtype == DType::kFloat64) {
-    internal::cpu::forward_fp64(problem, executor, context.counters);
-    return Status();
+    internal::cpu::forward_fp64(problem, executor_of(context), context.counters);
+  } else {
+    internal::cpu::forward(problem, workspace, executor_of(context), context.counters);
   }
-  Status status = internal::check_workspace(workspace, workspace_bytes, forward_bytes(problem, executor));
-  if (status.ok()) internal::cpu::forward(problem, workspace, executor, context.counters);
-  return status;
+  return Status();
 }
 
 Status attention_backward(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
@@ -81,22 +89,24 @@ Status attention_backward(const AttentionInputs& inputs, const AttentionCotangen
   if (Status status = internal::make_backward_problem(inputs, cotangents, options, gradients, &problem); !status.ok()) {
     return status;
   }
+  std::size_t needed = 0;
+  Status status = backward_bytes(problem, context, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  if (!status.ok()) return status;
+  if (context.device.is_cuda()) return internal::cuda::backward(problem, workspace, context.device.stream);
   if (problem.empty()) {
     clear_gradients(problem);
-    return Status();
+  } else if (problem.dtype == DType::kFloat64) {
+    internal::cpu::backward_fp64(problem, executor_of(context), context.counters);
+  } else {
+    internal::cpu::backward(problem, workspace, executor_of(context), context.counters);
   }
-  Executor& executor = executor_of(context);
-  if (problem.dtype == DType::kFloat64) {
-    internal::cpu::backward_fp64(problem, executor, context.counters);
-    return Status();
-  }
-  Status status = internal::check_workspace(workspace, workspace_bytes, backward_bytes(problem, executor));
-  if (status.ok()) internal::cpu::backward(problem, workspace, executor, context.counters);
-  return status;
+  return Status();
 }
 
 Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& options,
                          const AttentionOutputs& outputs, const AttentionContext& context) {
+  if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
   std::size_t bytes = 0;
   if (Status status = attention_forward_workspace(inputs, options, context, &bytes); !status.ok()) return status;
   const internal::OwnWorkspace workspace(bytes);
@@ -106,6 +116,7 @@ Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& 
 Status attention_backward(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
                           const AttentionOptions& options, const AttentionGradients& gradients,
                           const AttentionContext& context) {
+  if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
   std::size_t bytes = 0;
   Status status = attention_backward_workspace(inputs, cotangents, options, gradients, context, &bytes);
   if (!status.ok()) return status;

@@ -14,7 +14,7 @@ struct TokenView {
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
 
-  bool defined() const { return data != nullptr; }
+  constexpr bool defined() const { return data != nullptr; }
 };
 
 // A mask, a bias or a bias gradient as (batch, head, row, key); each size is 1 or full. A dimension of
@@ -26,9 +26,9 @@ struct BroadcastView {
   std::int64_t batch_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
   std::int64_t head_divisor = 1;  // query head h reads head h / head_divisor: 1, H / Hkv or H
 
-  bool defined() const { return data != nullptr; }
+  constexpr bool defined() const { return data != nullptr; }
   // Element offset of (batch b, query head h), row 0, key 0.
-  std::int64_t offset(std::int64_t b, std::int64_t h) const {
+  constexpr std::int64_t offset(std::int64_t b, std::int64_t h) const {
     return b * batch_stride + (h / head_divisor) * head_stride;
   }
 };
@@ -45,7 +45,7 @@ struct AttentionProblem {
   double scale = 1.0, softcap = 0.0;
   bool is_causal = false, deterministic = false;
 
-  std::int64_t group() const { return key_heads > 0 ? heads / key_heads : 1; }
+  constexpr std::int64_t group() const { return key_heads > 0 ? heads / key_heads : 1; }
   // The keys that exist for batch element b.
   std::int64_t key_count(std::int64_t b) const {
     if (seqlens == nullptr) return keys;

@@ -2,6 +2,7 @@
 
 #include "api/validate.h"
 #include "api/workspace.h"
+#include "cuda/backend.h"
 #include "selection/select_keys.h"
 
 namespace flash_dmattn {
@@ -13,14 +14,19 @@ Executor& executor_of(const SelectionContext& context) {
   return context.executor != nullptr ? *context.executor : default_executor();
 }
 
+Status selection_bytes(const SelectionProblem& problem, const SelectionContext& context, std::size_t* bytes) {
+  if (context.device.is_cuda()) return internal::cuda::selection_workspace(problem, bytes);
+  *bytes = internal::selection_workspace(problem, executor_of(context));
+  return Status();
+}
+
 }  // namespace
 
 Status select_keys_workspace(const SelectionInputs& inputs, const SelectionOptions& options,
                              const SelectionContext& context, std::size_t* bytes) {
   SelectionProblem problem;
   Status status = internal::make_selection_problem(inputs, options, nullptr, &problem);
-  if (status.ok()) *bytes = internal::selection_workspace(problem, executor_of(context));
-  return status;
+  return status.ok() ? selection_bytes(problem, context, bytes) : status;
 }
 
 Status select_keys(const SelectionInputs& inputs, const SelectionOptions& options, const KeyIntervals& intervals,
@@ -28,15 +34,18 @@ Status select_keys(const SelectionInputs& inputs, const SelectionOptions& option
   SelectionProblem problem;
   Status status = internal::make_selection_problem(inputs, options, &intervals, &problem);
   if (!status.ok()) return status;
-  Executor& executor = executor_of(context);
-  const std::size_t needed = internal::selection_workspace(problem, executor);
-  status = internal::check_workspace(workspace, workspace_bytes, needed);
-  if (status.ok()) internal::select_on_host(problem, workspace, executor);
-  return status;
+  std::size_t needed = 0;
+  status = selection_bytes(problem, context, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  if (!status.ok()) return status;
+  if (context.device.is_cuda()) return internal::cuda::select_on_device(problem, workspace, context.device.stream);
+  internal::select_on_host(problem, workspace, executor_of(context));
+  return Status();
 }
 
 Status select_keys(const SelectionInputs& inputs, const SelectionOptions& options, const KeyIntervals& intervals,
                    const SelectionContext& context) {
+  if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
   std::size_t bytes = 0;
   if (Status status = select_keys_workspace(inputs, options, context, &bytes); !status.ok()) return status;
   const internal::OwnWorkspace workspace(bytes);

@@ -6,6 +6,7 @@
 #include <new>
 #include <string>
 
+#include "flash_dmattn/executor.h"
 #include "flash_dmattn/status.h"
 
 namespace flash_dmattn::internal {
@@ -19,6 +20,11 @@ inline Status check_workspace(const void* workspace, std::size_t bytes, std::siz
   return Status::invalid(
       "workspace", "must hold " + std::to_string(needed) + " bytes, aligned to 64",
       workspace == nullptr ? "null" : std::to_string(bytes) + " bytes" + (aligned ? "" : ", not aligned"));
+}
+
+inline Status check_own_workspace(const Device& device) {
+  if (!device.is_cuda()) return Status();
+  return Status::invalid("workspace", "must be given on CUDA, where no call allocates", "none");
 }
 
 // Scratch memory for the duration of one call; null if there is none to be had.

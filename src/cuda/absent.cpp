@@ -1,0 +1,20 @@
+// The CUDA backend of a build that has none.
+#include "cuda/backend.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+Status absent() {
+  return Status::invalid("device", "must be one that this build has kernels for (it was built without CUDA)", "cuda");
+}
+
+}  // namespace
+
+Status forward_workspace(const AttentionProblem&, std::size_t*) { return absent(); }
+Status backward_workspace(const BackwardProblem&, std::size_t*) { return absent(); }
+Status forward(const ForwardProblem&, void*, void*) { return absent(); }
+Status backward(const BackwardProblem&, void*, void*) { return absent(); }
+Status selection_workspace(const SelectionProblem&, std::size_t*) { return absent(); }
+Status select_on_device(const SelectionProblem&, void*, void*) { return absent(); }
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,22 @@
+// The CUDA backend's entry points, called by src/api with validated problems. Work is enqueued on a stream of the
+// current device; nothing waits, nothing is allocated. Builds without CUDA have them too: they say so (absent.cpp).
+#pragma once
+
+#include <cstddef>
+
+#include "api/problem.h"
+#include "flash_dmattn/status.h"
+#include "selection/select_keys.h"
+
+namespace flash_dmattn::internal::cuda {
+
+Status forward_workspace(const AttentionProblem&, std::size_t* bytes);
+Status backward_workspace(const BackwardProblem&, std::size_t* bytes);
+// `stream` is a cudaStream_t.
+Status forward(const ForwardProblem&, void* workspace, void* stream);
+Status backward(const BackwardProblem&, void* workspace, void* stream);
+
+Status selection_workspace(const SelectionProblem&, std::size_t* bytes);
+Status select_on_device(const SelectionProblem&, void* workspace, void* stream);
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,431 @@
+#include "cuda/plan/make_plan.h"
+
+#include <algorithm>
+
+#include "cuda/plan/chunk_rules.cuh"
+#include "cuda/plan/visibility.cuh"
+#include "plan/arena.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kPlanWarps = 32;
+constexpr int kPlanThreads = 32 * kPlanWarps;
+constexpr int kScanKeys = 8;  // keys of a lane that are in flight together while all keys are looked at
+constexpr int kListKeys = 4;  // the same while units are worked out
+// The order of a list: bin b of the first kChunkUnits holds the keys that the first unit sees and unit 15 - b sees
+// last.
+constexpr int kLaterBin = kChunkUnits;  // keys that the first unit does not see
+constexpr int kBins = kChunkUnits + 1;
+// Lists of at most this many keys are put in order in shared memory, longer ones in global memory.
+constexpr std::int32_t kStagedKeys = 5120;
+
+// Listed keys by index and the units that see them; then the units of the ordered list.
+struct Staging {
+  std::int32_t* keys;
+  std::uint16_t* units;
+  std::uint16_t* ordered_units;
+};
+
+struct PlanArrays {
+  ChunkKeys* chunks;
+  std::int32_t* keys;
+  std::uint16_t* tile_units;
+  Staging staging;  // of all chunks; null if capacity <= kStagedKeys
+};
+
+__device__ inline int bin_of(std::uint32_t units) {
+  return (units & 1) != 0 ? __clz(units) - (32 - kChunkUnits) : kLaterBin;
+}
+
+// The sum of the values of this lane and those before it.
+__device__ inline std::int32_t inclusive_sum(std::int32_t value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const std::int32_t before = __shfl_up_sync(kAllLanes, value, distance);
+    if (lane >= distance) value += before;
+  }
+  return value;
+}
+
+struct SharedCounts {
+  std::int32_t listed[2][kPlanWarps];  // keys that a warp found, in rounds of even and odd number
+  std::int32_t lowest[kPlanWarps], highest[kPlanWarps];
+  std::int32_t bins[kPlanWarps][kBins];  // a warp's keys of a bin, then where its next key of the bin stands
+  std::int32_t totals[kBins];
+};
+
+struct Found {
+  std::int32_t count = 0;  // keys that some unit sees
+  std::int32_t lowest = INT32_MAX, highest = -1;
+};
+
+// Finds all keys that some unit of the chunk sees and writes the first `capacity` of them by index. Every warp takes up
+// to 32 neighbouring words of 32 keys a round; lane u keeps the word that says which keys of the u-th are listed.
+__device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity, std::int32_t* listed,
+                                  SharedCounts& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const std::int32_t words = (rules.limit - 1) / 32 + 1;  // limit > 0
+  const std::int32_t warp_words = min(32, (words - 1) / kPlanWarps + 1);
+  const bool intervals_only = rules.begin != nullptr && rules.begin_stride == 1 && rules.end_stride == 1 &&
+                              rules.key_mask == nullptr && rules.packed == nullptr;
+  Found found;
+  std::int32_t lowest = INT32_MAX, highest = -1;
+  for (std::int32_t round = 0; round * kPlanWarps < (words - 1) / warp_words + 1; ++round) {
+    const std::int32_t first_word = (round * kPlanWarps + warp) * warp_words;
+    std::uint32_t word = 0;
+    if (first_word < words) {
+      for (std::int32_t u = 0; u < warp_words; u += kScanKeys) {
+        bool visible[kScanKeys];
+        if (intervals_only && (first_word + u + kScanKeys) * 32 <= rules.limit) {
+          intervals_show(rules, (first_word + u) * 32 + lane, visible);
+        } else {
+#pragma unroll
+          for (int part = 0; part < kScanKeys; part += kListKeys) {
+            std::int32_t keys[kListKeys];
+            std::uint32_t units[kListKeys];
+#pragma unroll
+            for (int k = 0; k < kListKeys; ++k) keys[k] = min(first_word + u + part + k, words) * 32 + lane;
+            units_of_keys(rules, keys, units);
+#pragma unroll
+            for (int k = 0; k < kListKeys; ++k) visible[part + k] = units[k] != 0;
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kScanKeys; ++k) {
+          const std::uint32_t ballot = __ballot_sync(kAllLanes, visible[k]);
+          if (lane == u + k) word = ballot;
+        }
+      }
+    }
+    if (lane >= warp_words) word = 0;  // the next warp's
+    const std::int32_t first_key = (first_word + lane) * 32;
+    if (word != 0) {
+      lowest = min(lowest, first_key + __ffs(word) - 1);
+      highest = max(highest, first_key + 31 - __clz(word));
+    }
+    const std::int32_t up_to_lane = inclusive_sum(__popc(word));
+    if (lane == 31) shared.listed[round % 2][warp] = up_to_lane;
+    __syncthreads();
+    const std::int32_t up_to_warp = inclusive_sum(shared.listed[round % 2][lane]);
+    const std::int32_t before_warp = warp == 0 ? 0 : __shfl_sync(kAllLanes, up_to_warp, warp - 1);
+    std::int32_t position = found.count + before_warp + up_to_lane - __popc(word);
+    for (; word != 0 && position < capacity; word &= word - 1) listed[position++] = first_key + __ffs(word) - 1;
+    found.count += __shfl_sync(kAllLanes, up_to_warp, 31);
+  }
+  lowest = __reduce_min_sync(kAllLanes, lowest);
+  highest = __reduce_max_sync(kAllLanes, highest);
+  if (lane == 0) shared.lowest[warp] = lowest, shared.highest[warp] = highest;
+  __syncthreads();  // and what is listed can be read
+  found.lowest = __reduce_min_sync(kAllLanes, shared.lowest[lane]);
+  found.highest = __reduce_max_sync(kAllLanes, shared.highest[lane]);
+  return found;
+}
+
+// Puts `count` keys, listed by index, in the order of the plan: a stable counting sort of one pass, in which every warp
+// takes an equal share of neighbouring keys.
+__device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, const Staging& staging,
+                                  std::int32_t* ordered_keys, SharedCounts& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const std::int32_t share = ((count - 1) / kPlanThreads + 1) * 32;
+  const std::int32_t first = min(warp * share, count), last = min(first + share, count);
+  std::int32_t* bins = shared.bins[warp];
+  if (lane < kBins) bins[lane] = 0;
+  __syncwarp();
+  for (std::int32_t base = first; base < last; base += 32 * kListKeys) {
+    std::int32_t keys[kListKeys];
+    std::uint32_t units[kListKeys];
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t listed = base + k * 32 + lane;
+      keys[k] = listed < last ? staging.keys[listed] : -1;
+    }
+    units_of_keys(rules, keys, units);
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t listed = base + k * 32 + lane;
+      if (listed < last) staging.units[listed] = static_cast<std::uint16_t>(units[k]);
+      const int bin = listed < last ? bin_of(units[k]) : kBins;
+      const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+      if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
+      __syncwarp();
+    }
+  }
+  __syncthreads();
+  if (warp < kBins) {  // where each warp's keys of bin `warp` start inside the bin
+    const std::int32_t keys = shared.bins[lane][warp], up_to_lane = inclusive_sum(keys);
+    shared.bins[lane][warp] = up_to_lane - keys;
+    if (lane == 31) shared.totals[warp] = up_to_lane;
+  }
+  __syncthreads();
+  const std::int32_t total = lane < kBins ? shared.totals[lane] : 0;
+  const std::int32_t bin_start = inclusive_sum(total) - total;
+  if (lane < kBins) bins[lane] += bin_start;
+  __syncwarp();
+  for (std::int32_t base = first; base < last; base += 32) {
+    const std::int32_t listed = base + lane;
+    const bool active = listed < last;
+    const std::uint32_t units = active ? staging.units[listed] : 0;
+    const int bin = active ? bin_of(units) : kBins;
+    const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+    const int rank = __popc(peers & ((1u << lane) - 1));
+    const std::int32_t position = active ? bins[bin] + rank : 0;
+    __syncwarp();
+    if (active && rank == 0) bins[bin] += __popc(peers);
+    __syncwarp();
+    if (active) {
+      ordered_keys[position] = staging.keys[listed];
+      staging.ordered_units[position] = static_cast<std::uint16_t>(units);
+    }
+  }
+  constexpr std::int32_t kPadding = 2 * kListTile;
+  const std::int32_t padded = ((count - 1) / kPadding + 1) * kPadding;
+  for (std::int32_t position = count + static_cast<std::int32_t>(threadIdx.x); position < padded;
+       position += kPlanThreads) {
+    ordered_keys[position] = -1;
+  }
+}
+
+// tile_units of an ordered list of `count` keys; returns its tiles.
+__device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::uint16_t* ordered_units,
+                                                std::uint16_t* tile_units) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const std::int32_t used = (count - 1) / kListTile + 1;
+  for (std::int32_t tile = warp; tile < used; tile += kPlanWarps) {
+    std::uint32_t units = 0;
+#pragma unroll
+    for (int half = 0; half < kListTile / 32; ++half) {
+      const std::int32_t position = tile * kListTile + half * 32 + lane;
+      if (position < count) units |= ordered_units[position];
+    }
+    units = __reduce_or_sync(kAllLanes, units);
+    if (lane == 0) tile_units[tile] = static_cast<std::uint16_t>(units);
+  }
+  return used;
+}
+
+// tile_units of the range of `count` keys from `first`; returns its tiles.
+__device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::int32_t first, std::int32_t count,
+                                                 std::uint16_t* tile_units) {
+  constexpr int kTogether = 4, kHalves = kListTile / 32;  // tiles that a warp looks at together
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const std::int32_t used = (count - 1) / kListTile + 1;
+  for (std::int32_t base = warp * kTogether; base < used; base += kPlanWarps * kTogether) {
+    std::int32_t keys[kTogether * kHalves];
+    std::uint32_t units[kTogether * kHalves];
+#pragma unroll
+    for (int k = 0; k < kTogether * kHalves; ++k) {
+      keys[k] = base + k / kHalves < used ? first + base * kListTile + k * 32 + lane : -1;
+    }
+    units_of_keys(rules, keys, units);
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      std::uint32_t seen = 0;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) seen |= units[t * kHalves + half];
+      seen = __reduce_or_sync(kAllLanes, seen);
+      if (lane == 0 && base + t < used) tile_units[base + t] = static_cast<std::uint16_t>(seen);
+    }
+  }
+  return used;
+}
+
+// One block a (plan batch, plan head, chunk); the last chunks, which see most keys under the causal rule, start first.
+template <bool kStaged>
+__global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibility visibility, const PlanShape shape,
+                                                                    const std::uint32_t plans,
+                                                                    const PlanArrays arrays) {
+  __shared__ SharedCounts s_counts;
+
+  const std::int32_t chunk = shape.chunk_count - 1 - static_cast<std::int32_t>(blockIdx.x / plans);
+  const std::uint32_t plan = blockIdx.x % plans, plan_heads = static_cast<std::uint32_t>(shape.plan_heads);
+  const std::int64_t entry = static_cast<std::int64_t>(plan) * shape.chunk_count + chunk;
+  const ChunkRules rules = chunk_rules(visibility, static_cast<std::int32_t>(plan / plan_heads),
+                                       (plan % plan_heads) * shape.head_divisor, chunk);
+  std::uint16_t* tile_units = arrays.tile_units + entry * shape.tiles;
+  Staging staging;
+  if constexpr (kStaged) {
+    __shared__ std::int32_t s_keys[kStagedKeys];
+    __shared__ std::uint16_t s_units[2][kStagedKeys];
+    staging = {s_keys, s_units[0], s_units[1]};
+  } else {
+    const std::int64_t offset = entry * shape.capacity;
+    staging = {arrays.staging.keys + offset, arrays.staging.units + offset, arrays.staging.ordered_units + offset};
+  }
+
+  Found found;
+  if (rules.limit > 0) {
+    if (rules.begin == nullptr && rules.key_mask == nullptr && rules.packed == nullptr) {
+      found.count = rules.limit, found.lowest = 0, found.highest = rules.limit - 1;
+    } else {
+      found = find_keys(rules, shape.capacity, staging.keys, s_counts);
+    }
+  }
+  ChunkKeys result = {0, -1};
+  std::int32_t used = 0;
+  if (found.count > 0) {
+    const std::int64_t span = std::int64_t{found.highest} - found.lowest + 1;
+    if (found.count <= shape.capacity &&
+        kListShareDenominator * std::int64_t{found.count} <= kListShareNumerator * span) {
+      result.count = found.count;
+      order_keys(rules, found.count, staging, arrays.keys + entry * shape.capacity, s_counts);
+      __syncthreads();
+      used = write_list_tiles(found.count, staging.ordered_units, tile_units);
+    } else {
+      result.first = found.lowest / kListTile * kListTile;
+      result.count = found.highest + 1 - result.first;
+      used = write_range_tiles(rules, result.first, result.count, tile_units);
+    }
+  }
+  if (threadIdx.x == 0) arrays.chunks[entry] = result;
+  for (std::int32_t tile = used + static_cast<std::int32_t>(threadIdx.x); tile < shape.tiles; tile += kPlanThreads) {
+    tile_units[tile] = 0;
+  }
+}
+
+PlanArrays take_arrays(Arena& arena, const PlanShape& shape, std::int64_t batch) {
+  const auto chunks = static_cast<std::size_t>((shape.per_batch ? batch : 1) * shape.plan_heads * shape.chunk_count);
+  PlanArrays arrays = {};
+  arrays.chunks = arena.take<ChunkKeys>(chunks);
+  arrays.keys = arena.take<std::int32_t>(chunks * static_cast<std::size_t>(shape.capacity));
+  arrays.tile_units = arena.take<std::uint16_t>(chunks * static_cast<std::size_t>(shape.tiles));
+  if (shape.capacity > kStagedKeys) {
+    const std::size_t keys = chunks * static_cast<std::size_t>(shape.capacity);
+    arrays.staging = {arena.take<std::int32_t>(keys), arena.take<std::uint16_t>(keys), arena.take<std::uint16_t>(keys)};
+  }
+  return arrays;
+}
+
+// How many query heads share what they read of a view.
+std::int64_t shared_heads(bool defined, std::int64_t head_stride, std::int64_t head_divisor, std::int64_t heads) {
+  return !defined || head_stride == 0 ? heads : head_divisor;
+}
+
+constexpr int kCountThreads = 256;
+
+// One block a (batch element, query head, chunk), its warps taking turns at the tiles.
+__global__ __launch_bounds__(kCountThreads) void count_plan_kernel(const Visibility visibility, const DevicePlan plan,
+                                                                   const std::uint32_t heads, PlanCounts* counts) {
+  const auto chunk_count = static_cast<std::uint32_t>(plan.chunk_count);
+  const auto chunk = static_cast<std::int32_t>(blockIdx.x % chunk_count);
+  const auto head = static_cast<std::int32_t>(blockIdx.x / chunk_count % heads);
+  const auto batch = static_cast<std::int32_t>(blockIdx.x / chunk_count / heads);
+  const std::int64_t entry = plan.first_chunk(batch, head) + chunk;
+  const ChunkKeys keys = plan.chunks[entry];
+  const std::int32_t existing = key_count(visibility, batch), first_row = chunk * kChunkRows;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  PlanCounts sums = {};  // of the warp, the same in every lane
+  for (std::int32_t tile = warp; tile * kListTile < keys.count; tile += kCountThreads / 32) {
+    std::int32_t tile_keys[kListTile / 32];
+    RowRange ranges[kListTile / 32];
+    for (int half = 0; half < kListTile / 32; ++half) {
+      const std::int32_t position = tile * kListTile + half * 32 + lane;
+      tile_keys[half] = position >= keys.count ? -1
+                        : keys.first >= 0      ? keys.first + position
+                                               : plan.keys[entry * plan.capacity + position];
+      ranges[half] = visible_rows(visibility, batch, head, existing, tile_keys[half]);
+    }
+    for (std::uint32_t units = plan.tile_units[entry * plan.tiles + tile]; units != 0; units &= units - 1) {
+      const std::int32_t unit_row = first_row + (__ffs(units) - 1) * kUnitRows;
+      std::uint32_t kept = 0;
+      for (int half = 0; half < kListTile / 32; ++half) {
+        for (int row = 0; row < kUnitRows; row += kWordRows) {
+          kept += __popc(visible_word(visibility, ranges[half], batch, head, tile_keys[half], unit_row + row));
+        }
+      }
+      kept = __reduce_add_sync(kAllLanes, kept);
+      const std::uint32_t computed = kListTile * max(0, min(kUnitRows, visibility.rows - unit_row));
+      sums.kept_scores += kept;
+      sums.computed_scores += computed;
+      sums.tiles_visited += 1;
+      (kept == computed ? sums.tiles_full : sums.tiles_partial) += 1;
+    }
+  }
+  const auto add = [](std::int64_t* total, std::int64_t value) {
+    if (value != 0) atomicAdd(reinterpret_cast<unsigned long long*>(total), static_cast<unsigned long long>(value));
+  };
+  if (lane == 0) {
+    add(&counts->kept_scores, sums.kept_scores);
+    add(&counts->computed_scores, sums.computed_scores);
+    add(&counts->tiles_visited, sums.tiles_visited);
+    add(&counts->tiles_partial, sums.tiles_partial);
+    add(&counts->tiles_full, sums.tiles_full);
+  }
+  if (threadIdx.x == 0) {
+    add(keys.first >= 0 ? &counts->range_chunks : &counts->list_chunks, 1);
+    if (keys.first < 0) add(&counts->listed_keys, keys.count);
+  }
+}
+
+}  // namespace
+
+PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit) {
+  const BroadcastView &begin = visibility.begin, &end = visibility.end, &key_mask = visibility.key_mask;
+  const PackedMask& packed = visibility.packed;
+  PlanShape shape;
+  shape.head_divisor = std::max<std::int64_t>(
+      1, std::min({shared_heads(begin.defined(), begin.head_stride, begin.head_divisor, heads),
+                   shared_heads(end.defined(), end.head_stride, end.head_divisor, heads),
+                   shared_heads(key_mask.defined(), key_mask.head_stride, key_mask.head_divisor, heads),
+                   shared_heads(packed.defined(), packed.head_stride, packed.head_divisor, heads)}));
+  shape.plan_heads = static_cast<std::int32_t>(heads / shape.head_divisor);
+  // A stride of 0 stands for a dimension of size 1; views that are not defined have no strides.
+  shape.per_batch =
+      batch > 1 && ((visibility.seqlens != nullptr && visibility.seqlens_stride != 0) || begin.batch_stride != 0 ||
+                    end.batch_stride != 0 || key_mask.batch_stride != 0 || packed.batch_stride != 0);
+  constexpr std::int64_t kTilePair = 2 * kListTile;
+  const auto round_up = [](std::int64_t keys) { return (keys + kTilePair - 1) / kTilePair * kTilePair; };
+  shape.chunk_count = static_cast<std::int32_t>((std::int64_t{visibility.rows} + kChunkRows - 1) / kChunkRows);
+  shape.tiles = static_cast<std::int32_t>(round_up(visibility.keys) / kListTile);
+  if (begin.defined() || key_mask.defined() || packed.defined()) {
+    const std::int64_t keys = visibility.keys;
+    const std::int64_t wanted = list_limit > 0 ? list_limit : std::max<std::int64_t>(keys / 4, kLeastCapacity);
+    // INT32_MAX keys would round up past it.
+    shape.capacity =
+        static_cast<std::int32_t>(std::min(round_up(std::min(wanted, keys)), INT32_MAX / kTilePair * kTilePair));
+  }
+  return shape;
+}
+
+std::size_t plan_bytes(const PlanShape& shape, std::int64_t batch) {
+  Arena arena(nullptr);
+  take_arrays(arena, shape, batch);
+  return arena.used();
+}
+
+cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
+                      DevicePlan* plan, cudaStream_t stream) {
+  Arena arena(memory);
+  const PlanArrays arrays = take_arrays(arena, shape, batch);
+  *plan = DevicePlan();
+  plan->chunks = arrays.chunks;
+  plan->keys = arrays.keys;
+  plan->tile_units = arrays.tile_units;
+  plan->chunk_count = shape.chunk_count;
+  plan->capacity = shape.capacity;
+  plan->tiles = shape.tiles;
+  plan->plan_heads = shape.plan_heads;
+  plan->per_batch = shape.per_batch;
+  plan->head_divisor = shape.head_divisor;
+  const std::int64_t plans = std::min<std::int64_t>(batch, shape.per_batch ? batch : 1) * shape.plan_heads;
+  if (plans * shape.chunk_count == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(plans * shape.chunk_count);
+  auto* kernel = shape.capacity <= kStagedKeys ? make_plan_kernel<true> : make_plan_kernel<false>;
+  kernel<<<blocks, kPlanThreads, 0, stream>>>(visibility, shape, static_cast<std::uint32_t>(plans), arrays);
+  return cudaGetLastError();
+}
+
+cudaError_t count_plan(const Visibility& visibility, const DevicePlan& plan, std::int64_t batch, std::int64_t heads,
+                       PlanCounts* device_counts, cudaStream_t stream) {
+  const cudaError_t error = cudaMemsetAsync(device_counts, 0, sizeof *device_counts, stream);
+  if (error != cudaSuccess || batch * heads * plan.chunk_count == 0) return error;
+  const auto blocks = static_cast<unsigned>(batch * heads * plan.chunk_count);
+  count_plan_kernel<<<blocks, kCountThreads, 0, stream>>>(visibility, plan, static_cast<std::uint32_t>(heads),
+                                                          device_counts);
+  return cudaGetLastError();
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,62 @@
+// Makes the plan of a problem on the device: which keys every chunk of query rows sees (device_plan.h). Nothing comes
+// back to the host: memory is bounded by the shapes, and what depends on data is decided where the data are.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/plan/device_plan.h"
+#include "cuda/plan/visibility.h"
+
+namespace flash_dmattn::internal::cuda {
+
+// The sizes of a DevicePlan, known from shapes and strides alone.
+struct PlanShape {
+  bool per_batch = false;         // batch elements differ in what they see
+  std::int32_t plan_heads = 1;    // distinct plans of a batch element
+  std::int64_t head_divisor = 1;  // query head h uses plan h / head_divisor
+  std::int32_t chunk_count = 0;
+  std::int32_t capacity = 0;  // keys of a list at most; 0 if only the causal rule and lengths hide keys: always a range
+  std::int32_t tiles = 0;
+};
+
+// A list longer than this share of the keys from its first to its last becomes a range: gathering would gain too
+// little.
+constexpr int kListShareNumerator = 3, kListShareDenominator = 4;
+// Longest list that any problem may have when nothing better is known (`list_limit` 0), beside a quarter of its keys.
+constexpr std::int32_t kLeastCapacity = 4096;
+
+// `list_limit`: how many keys a chunk can list at most, if the caller knows (w + kChunkRows for intervals that keep the
+// top w), else 0. A chunk that would list more becomes a range, so that the limit costs speed and never correctness.
+PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit);
+
+// Bytes of memory that make_plan fills.
+std::size_t plan_bytes(const PlanShape& shape, std::int64_t batch);
+
+// Enqueues the making of the plan into `memory` (aligned to 64 bytes), one kernel, and describes it in `plan`. The same
+// visibility gives the same plan, bit by bit:
+// - listed keys stand in this order: first those that the chunk's first unit sees, by the last unit that sees them,
+//   highest first, and by index where that is equal; then the others by index;
+// - -1 follows up to a multiple of two tiles; tile_units of all later tiles are 0.
+// Returns launch errors only; never waits.
+cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
+                      DevicePlan* plan, cudaStream_t stream);
+
+// What a plan holds, summed over batch elements and query heads.
+struct PlanCounts {
+  std::int64_t kept_scores;      // visible (row, key) pairs
+  std::int64_t computed_scores;  // scores of the tiles visited; rows past the last are not counted
+  std::int64_t tiles_visited;    // of kUnitRows rows x kListTile keys, those that the plan says some row may see
+  std::int64_t tiles_partial;    // visited ones of which some score is hidden
+  std::int64_t tiles_full;
+  std::int64_t listed_keys;                // keys of all lists
+  std::int64_t range_chunks, list_chunks;  // a chunk without keys is a list
+};
+
+// Enqueues the counting; `device_counts` lies in device memory. For reports: it looks at every visited score.
+cudaError_t count_plan(const Visibility& visibility, const DevicePlan& plan, std::int64_t batch, std::int64_t heads,
+                       PlanCounts* device_counts, cudaStream_t stream);
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,235 @@
+#include "cuda/plan/pack_mask.h"
+
+#include "plan/arena.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+// A block packs a strip of keys of one chunk. Each of its warps takes 128 rows, so that a lane ends up with four words
+// of each of its four keys: one store of 16 bytes a key. A row of the strip is read by the whole warp, 4 bytes a lane:
+// with many warps at work and a burst of 32 rows each, that is faster than 8 or 16 bytes a lane (measured on an H200).
+// The loads are cached, not streamed: where rows are not aligned, neighbouring strips share sectors (a quarter less
+// time there).
+constexpr int kPackWarps = 8;
+constexpr int kWarpRows = kChunkRows / kPackWarps;
+constexpr int kLaneKeys = 4;
+constexpr int kLaneWords = kWarpRows / kWordRows;
+constexpr int kGroupRows = 8;  // rows whose bits gather in one register, a byte a key
+constexpr int kGroups = kWordRows / kGroupRows;
+static_assert(kLaneWords == 4 && kLaneWords * kWordRows == 2 * kUnitRows && kGroups == 4);
+
+enum class Access {
+  kAligned,  // neighbouring keys are neighbouring bytes, every row aligned to 4 bytes
+  kShifted,  // the same, of any alignment: lanes read aligned words and take what they lack from the next lane
+  kBytes,    // any strides
+};
+
+// The last lane only reads what the lane before it lacks.
+constexpr int strip_keys(Access access) { return (access == Access::kShifted ? 31 : 32) * kLaneKeys; }
+
+struct PackShape {
+  const std::uint8_t* mask;  // (batches, heads, rows, keys)
+  std::int64_t batch_stride, head_stride, row_stride, key_stride;
+  std::int64_t rows, keys;  // rows of the problem, distinct keys of the mask
+  std::uint32_t heads, chunks, strips;
+  std::uint32_t* words;  // (batches, heads, chunks, keys, kChunkWords)
+  std::uint16_t* units;  // (batches, heads, chunks, keys)
+};
+
+// The top bit of each byte says whether the byte is nonzero; the other bits are 0.
+__device__ inline std::uint32_t nonzero_bytes(std::uint32_t bytes) {
+  // 0x7f carries into the top bit unless the low seven are zero.
+  return (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
+}
+
+// Keys [begin, end) of four neighbours in a row, a byte each; `entries` points at the first. The others are 0 and not
+// read: the caller's memory may end with the row.
+__device__ inline std::uint32_t load_bytes(const std::uint8_t* entries, std::int64_t key_stride, int begin, int end) {
+  std::uint32_t loaded[kLaneKeys];
+#pragma unroll
+  for (int k = 0; k < kLaneKeys; ++k) loaded[k] = k >= begin && k < end ? __ldg(entries + k * key_stride) : 0;
+  return loaded[0] | loaded[1] << 8 | loaded[2] << 16 | loaded[3] << 24;
+}
+
+// `entries` one row on. The compiler is kept from seeing through it: it would hold every multiple of the stride in a
+// register.
+__device__ inline const std::uint8_t* next_row(const std::uint8_t* entries, std::int64_t row_stride) {
+  entries += row_stride;
+  asm volatile("" : "+l"(entries));
+  return entries;
+}
+
+// words[w][k]: rows 32 * w ... of the lane's key k. `entries`: the lane's first key in the warp's first row, of which
+// `rows` exist.
+template <Access kAccess>
+__device__ inline void pack_rows(const PackShape& shape, const std::uint8_t* entries, int rows, std::int64_t first_key,
+                                 std::uint32_t (&words)[kLaneWords][kLaneKeys]) {
+  // Whether an aligned word that holds some of the lane's keys may reach out of the row.
+  const bool at_edge = (kAccess == Access::kShifted && first_key == 0) || first_key + kLaneKeys > shape.keys;
+  const int valid_keys = static_cast<int>(min(shape.keys - first_key, std::int64_t{kLaneKeys}));
+  const std::int64_t key_stride = kAccess == Access::kBytes ? shape.key_stride : 1;
+  // Outer loops are not unrolled: the compiler would start more loads than there are registers. Arrays move along
+  // instead, so that every index is known when compiling.
+#pragma unroll 1
+  for (int w = 0; w < kLaneWords; ++w) {
+    std::uint32_t bytes[kWordRows] = {};
+    // The same modulo 32 as 8 * (address % 4): the bits by which a row's keys are shifted against aligned words.
+    std::uint32_t shift = 8 * static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(entries));
+    if (kAccess != Access::kBytes && !at_edge) {
+#pragma unroll
+      for (int row = 0; row < kWordRows; ++row) {
+        const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(entries) & ~std::uintptr_t{3};
+        bytes[row] = w * kWordRows + row < rows ? __ldg(reinterpret_cast<const std::uint32_t*>(address)) : 0;
+        entries = next_row(entries, shape.row_stride);
+      }
+    } else {
+#pragma unroll 1
+      for (int first = w * kWordRows; first < (w + 1) * kWordRows; first += kGroupRows) {
+#pragma unroll
+        for (int row = 0; row < kWordRows - kGroupRows; ++row) bytes[row] = bytes[row + kGroupRows];
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
+          const int before =
+              kAccess == Access::kShifted ? static_cast<int>(reinterpret_cast<std::uintptr_t>(entries) & 3) : 0;
+          const int end = first + r < rows ? valid_keys + before : 0;
+          bytes[kWordRows - kGroupRows + r] =
+              load_bytes(entries - before, key_stride, first_key == 0 ? before : 0, end);
+          entries = next_row(entries, shape.row_stride);
+        }
+      }
+    }
+    if constexpr (kAccess == Access::kShifted) {
+#pragma unroll
+      for (int row = 0; row < kWordRows; ++row) {
+        bytes[row] = __funnelshift_r(bytes[row], __shfl_down_sync(0xffffffffu, bytes[row], 1), shift);
+        shift += 8 * static_cast<std::uint32_t>(shape.row_stride);
+      }
+    }
+    std::uint32_t groups[kGroups] = {};  // byte k: eight rows of key k
+#pragma unroll
+    for (int row = 0; row < kWordRows; ++row) {
+      groups[row / kGroupRows] = (groups[row / kGroupRows] >> 1) | nonzero_bytes(bytes[row]);
+    }
+#pragma unroll
+    for (int k = 0; k < kLaneKeys; ++k) {
+      words[0][k] = words[1][k], words[1][k] = words[2][k], words[2][k] = words[3][k];
+    }
+    // Byte k of the four registers becomes the word of key k.
+    const std::uint32_t low01 = __byte_perm(groups[0], groups[1], 0x5140);
+    const std::uint32_t low23 = __byte_perm(groups[2], groups[3], 0x5140);
+    const std::uint32_t high01 = __byte_perm(groups[0], groups[1], 0x7362);
+    const std::uint32_t high23 = __byte_perm(groups[2], groups[3], 0x7362);
+    words[3][0] = __byte_perm(low01, low23, 0x5410);
+    words[3][1] = __byte_perm(low01, low23, 0x7632);
+    words[3][2] = __byte_perm(high01, high23, 0x5410);
+    words[3][3] = __byte_perm(high01, high23, 0x7632);
+  }
+}
+
+template <Access kAccess>
+__global__ __launch_bounds__(32 * kPackWarps,
+                             kAccess == Access::kBytes ? 2 : 3) void pack_mask_kernel(const PackShape shape) {
+  constexpr int kStripKeys = strip_keys(kAccess);
+  const std::int64_t strip = blockIdx.x % shape.strips, chunk = blockIdx.x / shape.strips % shape.chunks;
+  const std::int64_t plane = blockIdx.x / shape.strips / shape.chunks;  // of (batches, heads)
+  const std::int64_t batch = static_cast<std::uint32_t>(plane) / shape.heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const std::int64_t first_row = chunk * kChunkRows + warp * kWarpRows;
+  const int rows = static_cast<int>(min(max(shape.rows - first_row, std::int64_t{0}), std::int64_t{kWarpRows}));
+  const std::int64_t strip_key = strip * kStripKeys, first_key = strip_key + lane * kLaneKeys;
+  const std::int64_t first_entry = (plane * shape.chunks + chunk) * shape.keys;
+
+  const std::uint8_t* entries = shape.mask + batch * shape.batch_stride +
+                                (plane - batch * shape.heads) * shape.head_stride + first_row * shape.row_stride +
+                                first_key * shape.key_stride;
+  std::uint32_t words[kLaneWords][kLaneKeys] = {};
+  pack_rows<kAccess>(shape, entries, rows, first_key, words);
+
+  __shared__ std::uint8_t s_units[kPackWarps][kStripKeys];  // two units of each key
+#pragma unroll
+  for (int k = 0; k < kLaneKeys; ++k) {
+    if (lane * kLaneKeys < kStripKeys && first_key + k < shape.keys) {
+      const uint4 packed = {words[0][k], words[1][k], words[2][k], words[3][k]};
+      std::uint32_t* key_words = shape.words + (first_entry + first_key + k) * kChunkWords;
+      reinterpret_cast<uint4*>(key_words)[warp] = packed;
+      s_units[warp][lane * kLaneKeys + k] =
+          static_cast<std::uint8_t>(((packed.x | packed.y) != 0 ? 1 : 0) | ((packed.z | packed.w) != 0 ? 2 : 0));
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kStripKeys && strip_key + threadIdx.x < shape.keys) {
+    std::uint32_t units = 0;
+#pragma unroll
+    for (int w = 0; w < kPackWarps; ++w) units |= static_cast<std::uint32_t>(s_units[w][threadIdx.x]) << (2 * w);
+    shape.units[first_entry + strip_key + threadIdx.x] = static_cast<std::uint16_t>(units);
+  }
+}
+
+template <Access kAccess>
+cudaError_t launch(PackShape shape, std::int64_t planes, cudaStream_t stream) {
+  shape.strips = static_cast<std::uint32_t>((shape.keys + strip_keys(kAccess) - 1) / strip_keys(kAccess));
+  const std::int64_t blocks = planes * shape.chunks * shape.strips;
+  pack_mask_kernel<kAccess><<<static_cast<unsigned>(blocks), 32 * kPackWarps, 0, stream>>>(shape);
+  return cudaGetLastError();
+}
+
+struct PackedArrays {
+  std::uint32_t* words;
+  std::uint16_t* units;
+};
+
+PackedArrays take_arrays(Arena& arena, const BroadcastView& distinct, std::int64_t rows) {
+  const std::int64_t chunks = (rows + kChunkRows - 1) / kChunkRows;
+  const auto entries = static_cast<std::size_t>(distinct.batches * distinct.heads * chunks * distinct.keys);
+  return {arena.take<std::uint32_t>(entries * kChunkWords), arena.take<std::uint16_t>(entries)};
+}
+
+// The mask's distinct entries in a problem of `keys` keys.
+BroadcastView distinct_entries(const BroadcastView& mask, std::int64_t keys) {
+  BroadcastView distinct = without_copies(mask);
+  if (keys == 0) distinct.keys = 0;
+  return distinct;
+}
+
+}  // namespace
+
+std::size_t packed_mask_bytes(const BroadcastView& mask, std::int64_t rows, std::int64_t keys) {
+  Arena arena(nullptr);
+  take_arrays(arena, distinct_entries(mask, keys), rows);
+  return arena.used();
+}
+
+cudaError_t pack_mask(const BroadcastView& mask, std::int64_t rows, std::int64_t keys, void* memory, PackedMask* packed,
+                      cudaStream_t stream) {
+  const BroadcastView distinct = distinct_entries(mask, keys);
+  Arena arena(memory);
+  const PackedArrays arrays = take_arrays(arena, distinct, rows);
+  const std::int64_t chunks = (rows + kChunkRows - 1) / kChunkRows, planes = distinct.batches * distinct.heads;
+
+  *packed = PackedMask();
+  packed->words = arrays.words;
+  packed->units = arrays.units;
+  packed->chunk_stride = distinct.keys;
+  packed->head_stride = distinct.heads > 1 ? chunks * distinct.keys : 0;
+  packed->batch_stride = distinct.batches > 1 ? distinct.heads * chunks * distinct.keys : 0;
+  packed->key_stride = distinct.keys > 1 ? 1 : 0;
+  packed->head_divisor = distinct.head_divisor;
+  if (planes == 0 || chunks == 0 || distinct.keys == 0) return cudaSuccess;
+
+  PackShape shape = {};
+  shape.mask = static_cast<const std::uint8_t*>(distinct.data);
+  shape.batch_stride = distinct.batch_stride, shape.head_stride = distinct.head_stride;
+  shape.row_stride = distinct.row_stride, shape.key_stride = distinct.key_stride;
+  shape.rows = rows, shape.keys = distinct.keys;
+  shape.heads = static_cast<std::uint32_t>(distinct.heads), shape.chunks = static_cast<std::uint32_t>(chunks);
+  shape.words = arrays.words, shape.units = arrays.units;
+
+  if (distinct.key_stride != 1) return launch<Access::kBytes>(shape, planes, stream);
+  const std::uintptr_t offsets =
+      reinterpret_cast<std::uintptr_t>(distinct.data) |
+      static_cast<std::uintptr_t>(distinct.batch_stride | distinct.head_stride | distinct.row_stride);
+  return (offsets & 3) == 0 ? launch<Access::kAligned>(shape, planes, stream)
+                            : launch<Access::kShifted>(shape, planes, stream);
+}
+
+}  // namespace flash_dmattn::internal::cuda

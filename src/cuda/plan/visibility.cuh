@@ -1,0 +1,83 @@
+// Reading a Visibility on the device.
+#pragma once
+
+#include "cuda/plan/visibility.h"
+
+namespace flash_dmattn::internal::cuda {
+
+__device__ inline std::int32_t key_count(const Visibility& visibility, std::int32_t batch) {
+  if (visibility.seqlens == nullptr) return visibility.keys;
+  return min(max(visibility.seqlens[batch * visibility.seqlens_stride], 0), visibility.keys);
+}
+
+// Keys [0, limit) are allowed by length and causal rule; `existing` is key_count of the batch element.
+__device__ inline std::int32_t causal_limit(const Visibility& visibility, std::int32_t existing, std::int32_t row) {
+  if (!visibility.is_causal) return existing;
+  return min(max(row + 1 + existing - visibility.rows, 0), existing);
+}
+
+struct RowRange {
+  std::int32_t begin, end;
+};
+
+// The rows that see `key`, packed mask aside. `existing` is key_count of the batch element; the key may be any.
+__device__ inline RowRange visible_rows(const Visibility& visibility, std::int32_t batch, std::int32_t head,
+                                        std::int32_t existing, std::int32_t key) {
+  if (key < 0 || key >= existing) return {0, 0};
+  RowRange range = {0, visibility.rows};
+  if (visibility.is_causal) range.begin = max(0, key - (existing - visibility.rows));
+  if (visibility.key_mask.defined()) {
+    const BroadcastView& mask = visibility.key_mask;
+    if (static_cast<const std::uint8_t*>(mask.data)[mask.offset(batch, head) + key * mask.key_stride] == 0) {
+      return {0, 0};
+    }
+  }
+  if (visibility.begin.defined()) {
+    const BroadcastView &begin = visibility.begin, &end = visibility.end;
+    range.begin = max(range.begin,
+                      static_cast<const std::int32_t*>(begin.data)[begin.offset(batch, head) + key * begin.key_stride]);
+    range.end =
+        min(range.end, static_cast<const std::int32_t*>(end.data)[end.offset(batch, head) + key * end.key_stride]);
+    range.end = max(range.end, 0);  // so that differences to rows stay in range
+  }
+  return range;
+}
+
+// Bits [begin, end) of a word, each limit clamped to 0 ... 32.
+__device__ inline std::uint32_t bit_range(std::int32_t begin, std::int32_t end) {
+  begin = max(begin, 0);
+  end = min(end, 32);
+  if (begin >= end) return 0;
+  return (~0u >> (32 - (end - begin))) << begin;
+}
+
+// Bit r: row first_row + r sees the key. `range` is its visible_rows; first_row is a multiple of kWordRows.
+__device__ inline std::uint32_t visible_word(const Visibility& visibility, RowRange range, std::int32_t batch,
+                                             std::int32_t head, std::int32_t key, std::int32_t first_row) {
+  std::uint32_t word = bit_range(range.begin - first_row, range.end - first_row);
+  if (word != 0 && visibility.packed.defined()) {
+    const std::int32_t chunk = first_row / kChunkRows;
+    word &= visibility.packed.words[visibility.packed.offset(batch, head, chunk, key) * kChunkWords +
+                                    (first_row % kChunkRows) / kWordRows];
+  }
+  return word;
+}
+
+// Bit u: a row of unit u of the chunk may see the key. Exact but for a packed mask beside other rules, where a unit may
+// be named of which the mask and the others show different rows.
+__device__ inline std::uint32_t visible_units(const Visibility& visibility, std::int32_t batch, std::int32_t head,
+                                              std::int32_t existing, std::int32_t key, std::int32_t chunk) {
+  const std::int32_t first_row = chunk * kChunkRows;
+  const RowRange range = visible_rows(visibility, batch, head, existing, key);
+  if (range.end <= first_row || range.begin >= range.end) return 0;
+  const std::int32_t last = min(range.end - 1 - first_row, kChunkRows - 1);
+  const std::int32_t first = max(range.begin - first_row, 0);
+  if (first > last) return 0;
+  std::uint32_t units = bit_range(first / kUnitRows, last / kUnitRows + 1);
+  if (units != 0 && visibility.packed.defined()) {
+    units &= visibility.packed.units[visibility.packed.offset(batch, head, chunk, key)];
+  }
+  return units;
+}
+
+}  // namespace flash_dmattn::internal::cuda

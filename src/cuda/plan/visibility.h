@@ -1,0 +1,42 @@
+// What hides keys, in the form that device code reads: the causal rule, lengths, intervals, per-key masks and, for
+// masks that differ by row and key, packed bits. Visibility is asked for in words of 32 rows of one key.
+#pragma once
+
+#include <cstdint>
+
+#include "api/problem.h"
+
+namespace flash_dmattn::internal::cuda {
+
+constexpr int kWordRows = 32;     // rows of a visibility word
+constexpr int kUnitRows = 64;     // rows of a unit, the finest that a plan tells apart
+constexpr int kChunkRows = 1024;  // rows that share a list of keys
+constexpr int kChunkUnits = kChunkRows / kUnitRows;
+constexpr int kChunkWords = kChunkRows / kWordRows;
+
+// A mask that differs by row, packed by pack_mask: bit r of words[...][key][word] is row 32 * word + r of the chunk.
+// Rows past the last are 0.
+struct PackedMask {
+  const std::uint32_t* words = nullptr;  // (mask batches, mask heads, chunks, mask keys: Sk or 1, kChunkWords)
+  const std::uint16_t* units = nullptr;  // (mask batches, mask heads, chunks, mask keys): units with a visible row
+  std::int64_t batch_stride = 0, head_stride = 0, chunk_stride = 0;  // in keys; 0 where broadcast
+  std::int64_t key_stride = 0;                                       // 1, or 0 if all keys share a row's bit
+  std::int64_t head_divisor = 1;
+
+  constexpr bool defined() const { return words != nullptr; }
+  constexpr std::int64_t offset(std::int64_t b, std::int64_t h, std::int64_t chunk, std::int64_t key) const {
+    return b * batch_stride + (h / head_divisor) * head_stride + chunk * chunk_stride + key * key_stride;
+  }
+};
+
+struct Visibility {
+  std::int32_t rows = 0, keys = 0;
+  bool is_causal = false;
+  const std::int32_t* seqlens = nullptr;
+  std::int64_t seqlens_stride = 0;
+  BroadcastView begin, end;  // int32 intervals per key; data null: none
+  BroadcastView key_mask;    // bool, the same for every row; data null: none
+  PackedMask packed;
+};
+
+}  // namespace flash_dmattn::internal::cuda

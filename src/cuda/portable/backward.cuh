@@ -1,0 +1,682 @@
+// The portable backward: one block owns a tile of keys and walks over the tiles of query rows that see it, for some
+// query heads of a group. Gradients of its keys and values stay in registers; those of queries are added up in global
+// memory.
+//
+// Five products a step, S the scores, P the probabilities, d the gradients:
+//   S = Q K^T,  dP = dO V^T,  dV += P^T dO,  dK += dS^T Q,  dQ += dS K      with dS = P (dP - delta)
+// (Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2).
+#pragma once
+
+#include "cuda/portable/backward_config.h"
+#include "cuda/portable/tokens.cuh"
+#include "cuda/portable/walk.cuh"
+#include "cuda/ptx/block_product.cuh"
+
+namespace flash_dmattn::internal::cuda {
+
+// Which keys a block owns.
+struct KeyBlock {
+  int batch, key_head, first_head, end_head;  // query heads, absolute
+  int plan_chunk;                             // planned: the first of the chunks that the block meets
+  int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
+  int tile;                                   // of kKeys: in the chunk's list, or of all keys
+  bool listed;                                // tile of a list
+};
+
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+struct BackwardBlock {
+  using Config = BackwardConfig<kHeadDim>;
+  static constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kThreads = Config::kThreads;
+  using DimTile = SharedTile<kHeadDim>;
+  using ScoreTile = SharedTile<kKeys>;
+  // A warp's part of scores, of dK and dV, and of dQ.
+  static constexpr int kScoreRows = kRows / Config::kScoreRowWarps;
+  static constexpr int kScoreKeys = kKeys * Config::kScoreRowWarps / Config::kWarps;
+  static constexpr int kMTiles = kScoreRows / 16, kNTiles = kScoreKeys / 8;
+  static constexpr int kKeyRows = kKeys / Config::kKeyWarps;
+  static constexpr int kKeyDims = kHeadDim * Config::kKeyWarps / Config::kWarps;
+  static constexpr int kQueryRows = kRows / Config::kQueryRowWarps;
+  static constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
+  static constexpr int kThreadRows = 2 * kMTiles;
+
+  // A query head and a tile of rows.
+  struct Step {
+    int head, row_tile;  // row_tile -1: none
+    __device__ bool exists() const { return row_tile >= 0; }
+    __device__ int first_row() const { return row_tile * kRows; }
+  };
+
+  struct Walk {
+    int head, position;   // dense: the next tile of rows; planned: the chunk
+    std::uint32_t units;  // planned: what is left of the chunk
+  };
+
+  // What is the same for the whole block is here too: registers are short.
+  struct Shared {
+    float2 row_facts[3][kRows];  // RowFacts of three steps
+    std::int32_t key[kKeys];     // -1: none, or no row sees it; its place holds zeros
+    RowRange range[kKeys];
+    float bias[kKeys];                           // in units of log2, if it is the same for every row
+    float dbias[Config::kScoreRowWarps][kKeys];  // likewise
+    std::uint32_t words[2][Config::kWords][kKeys];
+    Step steps[4];  // this one and the next three, by number
+    Walk walk;
+    KeyBlock block;
+    int existing;
+  };
+
+  const BackwardParams& params;
+  int warp, lane;
+  DimTile keys, values;
+  std::uint32_t rows_address;  // stages of queries and output gradients
+  ScoreTile probabilities, score_gradients;
+  Shared& shared;
+  const KeyBlock& block;
+
+  float dkeys[kKeyRows / 16][kKeyDims / 8][4];
+  float dvalues[kKeyRows / 16][kKeyDims / 8][4];
+
+  __device__ BackwardBlock(const BackwardParams& params, const KeyBlock& own_block, unsigned char* memory)
+      : params(params),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        keys{shared_address(memory)},
+        values{keys.address + static_cast<std::uint32_t>(Config::kKeyBytes)},
+        rows_address(values.address + static_cast<std::uint32_t>(Config::kKeyBytes)),
+        probabilities{rows_address + static_cast<std::uint32_t>(Config::kStages * 2 * Config::kRowBytes)},
+        score_gradients{probabilities.address + static_cast<std::uint32_t>(Config::kScoreBytes)},
+        shared(*reinterpret_cast<Shared*>(memory + 2 * Config::kKeyBytes + Config::kStages * 2 * Config::kRowBytes +
+                                          2 * Config::kScoreBytes)),
+        block(shared.block) {
+    static_assert(sizeof(Shared) <= Config::kRowFactBytes + Config::kKeyFactBytes + Config::kWordBytes + 128);
+    if (threadIdx.x == 0) {
+      shared.block = own_block;
+      shared.existing = key_count(params.visibility, own_block.batch);
+    }
+    __syncthreads();
+  }
+
+  __device__ int existing() const { return shared.existing; }
+
+  __device__ DimTile queries(int stage) const {
+    return {rows_address + static_cast<std::uint32_t>(stage * 2 * Config::kRowBytes)};
+  }
+  __device__ DimTile output_gradients(int stage) const {
+    return {rows_address + static_cast<std::uint32_t>((stage * 2 + 1) * Config::kRowBytes)};
+  }
+
+  // ---- Steps
+
+  __device__ int row_tiles() const { return (params.rows + kRows - 1) / kRows; }
+
+  __device__ Walk first_step() const {
+    return {block.first_head, kPlanned ? block.first_chunk - 1 : first_row_tile(), 0};
+  }
+
+  // Dense: the first tile of rows that sees any of the block's keys.
+  __device__ int first_row_tile() const {
+    const int first_key = block.tile * kKeys;
+    if (first_key >= existing()) return row_tiles();
+    if (!params.visibility.is_causal) return 0;
+    return min(max(0, first_key - (existing() - params.rows)) / kRows, row_tiles());
+  }
+
+  // Units of a chunk of rows that see the block's keys.
+  __device__ std::uint32_t units_of(int chunk) const {
+    const int plan_chunk = block.plan_chunk + chunk - block.first_chunk;
+    int tile = block.tile * Config::kListTiles;
+    if (!block.listed) {
+      const ChunkKeys chunk_keys = params.plan.chunks[plan_chunk];
+      if (chunk_keys.first < 0) return 0;
+      tile -= chunk_keys.first / kListTile;
+    }
+    const std::uint16_t* units = params.plan.tile_units + static_cast<std::int64_t>(plan_chunk) * params.plan.tiles;
+    std::uint32_t seen = 0;
+#pragma unroll
+    for (int part = 0; part < Config::kListTiles; ++part) {
+      if (tile + part >= 0 && tile + part < params.plan.tiles) seen |= units[tile + part];
+    }
+    return seen;
+  }
+
+  // By one thread, three steps ahead.
+  __device__ void note_step(int number) const {
+    if (threadIdx.x == 0) shared.steps[number % 4] = next_step(shared.walk);
+  }
+
+  __device__ Step next_step(Walk& walk) const {
+    if constexpr (!kPlanned) {
+      if (walk.position >= row_tiles()) {
+        walk.position = first_row_tile();
+        ++walk.head;
+      }
+      if (walk.head >= block.end_head || walk.position >= row_tiles()) return {0, -1};
+      return {walk.head, walk.position++};
+    } else {
+      constexpr int kTileUnits = kRows / kUnitRows;
+      while (walk.units == 0) {
+        if (++walk.position >= block.end_chunk) {
+          if (++walk.head >= block.end_head) return {0, -1};
+          walk.position = block.first_chunk;
+        }
+        walk.units = units_of(walk.position);
+      }
+      const int tile = (__ffs(static_cast<int>(walk.units)) - 1) / kTileUnits;
+      walk.units &= ~(((1u << kTileUnits) - 1) << (tile * kTileUnits));
+      return {walk.head, walk.position * (kChunkRows / kRows) + tile};
+    }
+  }
+
+  // ---- Loads
+
+  __device__ void read_key_facts() const {
+    for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
+      int key = block.tile * kKeys + place;
+      if (block.listed) {
+        const ChunkKeys chunk_keys = params.plan.chunks[block.plan_chunk];
+        key = key < chunk_keys.count
+                  ? params.plan.keys[static_cast<std::int64_t>(block.plan_chunk) * params.plan.capacity + key]
+                  : -1;
+      }
+      const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, existing(), key);
+      const bool visible = range.begin < range.end;
+      shared.key[place] = visible ? key : -1;
+      shared.range[place] = range;
+#pragma unroll
+      for (int part = 0; part < Config::kScoreRowWarps; ++part) shared.dbias[part][place] = 0;
+    }
+  }
+
+  __device__ void read_key_bias(int head) const {
+    if (kRowBias || !params.bias.defined()) return;
+    for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
+      const int key = shared.key[place];
+      shared.bias[place] = key < 0 ? 0
+                                   : kLog2E * load_bias<Element>(params.bias, params.bias.offset(block.batch, head) +
+                                                                                  key * params.bias.key_stride);
+    }
+  }
+
+  __device__ void load_keys(DimTile target, const TokenView& tokens) const {
+    const auto* base = static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
+                       block.key_head * tokens.head_stride;
+    load_rows<kKeys, kHeadDim, kThreads>(
+        target,
+        [&](int row, bool aligned) {
+          const int key = shared.key[row];
+          return RowSource{row_pointer(base, key, tokens, aligned), key >= 0};
+        },
+        params.head_dim, params.aligned);
+  }
+
+  // Rows past the last have facts too.
+  __device__ void load_row_facts(Step step, int slot) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (!step.exists() || thread >= kRows / 2) return;
+    const std::int64_t tile =
+        (static_cast<std::int64_t>(block.batch) * params.heads + step.head) * row_tiles() + step.row_tile;
+    copy_async_16(shared_address(&shared.row_facts[slot][2 * thread]), params.row_facts + tile * kRows + 2 * thread,
+                  true);
+  }
+
+  // Rows that see no key are zeros, whatever they hold.
+  __device__ void load_row_tile(DimTile target, const TokenView& tokens, Step step, int slot) const {
+    const auto* base = static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
+                       step.head * tokens.head_stride + step.first_row() * tokens.token_stride;
+    load_rows<kRows, kHeadDim, kThreads>(
+        target,
+        [&](int row, bool aligned) {
+          return RowSource{row_pointer(base, row, tokens, aligned), shared.row_facts[slot][row].x != INFINITY};
+        },
+        params.head_dim, params.aligned);
+  }
+
+  __device__ void load_step(Step step, int stage, int slot) const {
+    load_row_tile(queries(stage), params.query, step, slot);
+    load_row_tile(output_gradients(stage), params.dout, step, slot);
+  }
+
+  __device__ void make_words(Step step, int buffer) const {
+#pragma unroll
+    for (int index = static_cast<int>(threadIdx.x); index < kKeys * Config::kWords; index += kThreads) {
+      const int word = index / kKeys, place = index % kKeys;
+      const int key = shared.key[place];
+      shared.words[buffer][word][place] = key < 0 ? 0
+                                                  : visible_word(params.visibility, shared.range[place], block.batch,
+                                                                 step.head, key, step.first_row() + word * kWordRows);
+    }
+  }
+
+  // ---- One step
+
+  __device__ int score_row() const { return warp % Config::kScoreRowWarps * kScoreRows; }
+  __device__ int score_key() const { return warp / Config::kScoreRowWarps * kScoreKeys; }
+  __device__ int row_of(int i) const { return score_row() + (i / 2) * 16 + (i % 2) * 8 + lane / 4; }
+  __device__ int column_of(int n) const { return score_key() + n * 8 + 2 * (lane % 4); }
+
+  // Where a thread's pair of scores lies in a ScoreTile.
+  __device__ std::uint32_t pair_address(ScoreTile tile, int i, int n) const {
+    return tile.piece(row_of(i), column_of(n) / 8) + 4 * (lane % 4);
+  }
+
+  // Softcap and bias. The softcap's derivative is left where the score's gradient will be.
+  __device__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], Step step) const {
+    scale_products(params.score, scores);
+    if (params.score.softcap_log2 != 0) {
+      const auto derivative = [&](float score) {
+        const float ratio = score * params.score.inverse_softcap_log2;
+        return 1 - ratio * ratio;
+      };
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+          const float* pair = &scores[i / 2][n][2 * (i % 2)];
+          store_shared(pair_address(score_gradients, i, n), pack<__half>(derivative(pair[0]), derivative(pair[1])));
+        }
+    }
+    const BroadcastView& bias = params.bias;
+    if constexpr (kRowBias) {
+      add_row_bias<Element>(
+          bias, bias.offset(block.batch, step.head), params.rows, scores,
+          [&](int i) { return step.first_row() + row_of(i); },
+          [&](int n, int pair) { return shared.key[column_of(n) + pair]; });
+    } else if (bias.defined()) {
+      add_key_bias(scores, [&](int n) { return *reinterpret_cast<const float2*>(&shared.bias[column_of(n)]); });
+    }
+  }
+
+  // Scores to probabilities, 0 where hidden. Returns whether anything is.
+  __device__ bool make_probabilities(float (&scores)[kMTiles][kNTiles][4], Step step, int slot, int buffer) const {
+    const float multiplier = params.score.multiplier;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const float lse_log2 = shared.row_facts[slot][row_of(i)].x;
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        float* pair = &scores[i / 2][n][2 * (i % 2)];
+        pair[0] = exp2_fast(fmaf(pair[0], multiplier, -lse_log2));
+        pair[1] = exp2_fast(fmaf(pair[1], multiplier, -lse_log2));
+      }
+    }
+    bool hides = true;
+    if constexpr (kPlanned) {
+      hide_by_words(scores, buffer);
+    } else {
+      // Rows past the last have probabilities of 0 without help.
+      const int last_key = block.tile * kKeys + kKeys - 1;
+      hides = causal_limit(params.visibility, existing(), step.first_row()) <= last_key;
+      if (hides) hide_past_limits(scores, step.first_row());
+    }
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        const float* pair = &scores[i / 2][n][2 * (i % 2)];
+        store_shared(pair_address(probabilities, i, n), pack<Element>(pair[0], pair[1]));
+      }
+    return hides;
+  }
+
+  __device__ void hide_past_limits(float (&scores)[kMTiles][kNTiles][4], int first_row) const {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int row = first_row + row_of(i);
+      const int limit = row < params.rows ? causal_limit(params.visibility, existing(), row) - block.tile * kKeys : 0;
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          if (column_of(n) + pair >= limit) scores[i / 2][n][2 * (i % 2) + pair] = 0;
+        }
+    }
+  }
+
+  __device__ void hide_by_words(float (&scores)[kMTiles][kNTiles][4], int buffer) const {
+    // A warp's rows lie in one word.
+    const std::uint32_t* words = shared.words[buffer][score_row() / kWordRows];
+    const int shift = score_row() % kWordRows + lane / 4;
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      const uint2 pair_words = *reinterpret_cast<const uint2*>(words + column_of(n));
+      const std::uint32_t shifted[2] = {pair_words.x >> shift, pair_words.y >> shift};
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          if ((shifted[pair] & (1u << (8 * i))) == 0) scores[i / 2][n][2 * (i % 2) + pair] = 0;
+        }
+    }
+  }
+
+  // `gradients` are those of the probabilities and become those of the scores, before softcap.
+  __device__ void make_score_gradients(const float (&probability)[kMTiles][kNTiles][4],
+                                       float (&gradients)[kMTiles][kNTiles][4], int slot, bool hides) const {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const float delta = shared.row_facts[slot][row_of(i)].y;
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          float& gradient = gradients[i / 2][n][2 * (i % 2) + pair];
+          gradient = probability[i / 2][n][2 * (i % 2) + pair] * (gradient - delta);
+        }
+    }
+    if (!hides) return;
+      // A hidden score has no gradient, even where a row or a key that others see is not finite.
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          const int at = 2 * (i % 2) + pair;
+          if (probability[i / 2][n][at] == 0) gradients[i / 2][n][at] = 0;
+        }
+  }
+
+  __device__ void store_score_gradients(const float (&gradients)[kMTiles][kNTiles][4]) const {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        const float* pair = &gradients[i / 2][n][2 * (i % 2)];
+        store_shared(pair_address(score_gradients, i, n), pack<Element>(pair[0], pair[1]));
+      }
+  }
+
+  // The same, times the softcap's derivative that transform_scores left in their places.
+  __device__ void store_capped_gradients(const float (&gradients)[kMTiles][kNTiles][4]) const {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        const std::uint32_t address = pair_address(score_gradients, i, n);
+        std::uint32_t packed;
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(packed) : "r"(address) : "memory");
+        const float2 derivative = __half22float2(*reinterpret_cast<const __half2*>(&packed));
+        const float* pair = &gradients[i / 2][n][2 * (i % 2)];
+        store_shared(address, pack<Element>(pair[0] * derivative.x, pair[1] * derivative.y));
+      }
+  }
+
+  // Sums over the step's rows of a bias that all rows share; each warp adds to places of its own.
+  __device__ void add_key_bias_gradients(const float (&gradients)[kMTiles][kNTiles][4]) const {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) sum += gradients[i / 2][n][2 * (i % 2) + pair];
+        sum += __shfl_xor_sync(~0u, sum, 4);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        sum += __shfl_xor_sync(~0u, sum, 16);
+        if (lane < 4) shared.dbias[warp % Config::kScoreRowWarps][column_of(n) + pair] += sum;
+      }
+  }
+
+  // A bias with rows of its own: every score has its place, which other heads or batch elements may share.
+  __device__ void add_bias_gradients(const float (&gradients)[kMTiles][kNTiles][4], Step step) const {
+    const BroadcastView& dbias = params.dbias;
+    float* sums = params.dbias_sums + dbias.offset(block.batch, step.head);
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int row = step.first_row() + row_of(i);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          const float gradient = gradients[i / 2][n][2 * (i % 2) + pair];
+          const int key = shared.key[column_of(n) + pair];
+          if (key < 0 || row >= params.rows || gradient == 0) continue;
+          atomicAdd(sums + row * dbias.row_stride + key * dbias.key_stride, gradient);
+        }
+    }
+  }
+
+  // Adds what the steps of some query heads left and starts anew.
+  __device__ void flush_key_bias_gradients(int head) const {
+    __syncthreads();
+    float* sums = params.dbias_sums + params.dbias.offset(block.batch, head);
+    for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
+      float sum = 0;
+#pragma unroll
+      for (int part = 0; part < Config::kScoreRowWarps; ++part) {
+        sum += shared.dbias[part][place];
+        shared.dbias[part][place] = 0;
+      }
+      if (shared.key[place] >= 0) atomicAdd(sums + shared.key[place] * params.dbias.key_stride, sum);
+    }
+    __syncthreads();
+  }
+
+  using QuerySums = float[kQueryRows / 16][kQueryDims / 8][4];
+
+  // Adds one of kParts shares of a step's query gradients, in the order of the registers, so that neighbouring threads
+  // add to neighbouring places.
+  template <int kParts>
+  __device__ void add_query_gradients(const QuerySums& sums, Step step, int part) const {
+    constexpr int kCount = kQueryRows / 16 * (kQueryDims / 8), kShare = (kCount + kParts - 1) / kParts;
+    const std::int64_t tile =
+        (static_cast<std::int64_t>(block.batch) * params.heads + step.head) * row_tiles() + step.row_tile;
+    float* target = params.dquery_sums + tile * (kRows * kHeadDim) + threadIdx.x * 4;
+#pragma unroll
+    for (int index = part * kShare; index < min((part + 1) * kShare, kCount); ++index) {
+      const float(&four)[4] = sums[index / (kQueryDims / 8)][index % (kQueryDims / 8)];
+      add_to_global(target + index * kThreads * 4, four[0], four[1], four[2], four[3]);
+    }
+  }
+
+  __device__ void run_step(Step step, int stage, int slot, int buffer) {
+    float scores[kMTiles][kNTiles][4];
+    clear(scores);
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries(stage), score_row(), keys,
+                                                                             score_key());
+    if (params.score.transforms) transform_scores(scores, step);
+    const bool hides = make_probabilities(scores, step, slot, buffer);
+    float gradients[kMTiles][kNTiles][4];
+    clear(gradients);
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients(stage),
+                                                                             score_row(), values, score_key());
+    make_score_gradients(scores, gradients, slot, hides);
+    if (params.score.softcap_log2 != 0) {
+      store_capped_gradients(gradients);
+    } else {
+      store_score_gradients(gradients);
+    }
+    if (params.dbias_sums != nullptr) {
+      if constexpr (kRowBias) {
+        add_bias_gradients(gradients, step);
+      } else {
+        add_key_bias_gradients(gradients);
+      }
+    }
+    __syncthreads();
+    const int key_row = warp % Config::kKeyWarps * kKeyRows, key_dim = warp / Config::kKeyWarps * kKeyDims;
+    if (params.wants_dvalue) {
+      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dvalues, probabilities, key_row,
+                                                                                  output_gradients(stage), key_dim);
+    }
+    if (params.wants_dkey) {
+      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dkeys, score_gradients, key_row,
+                                                                                  queries(stage), key_dim);
+    }
+    // Last, so that the additions are under way while the next step begins.
+    if (params.dquery_sums != nullptr) {
+      QuerySums dqueries;
+      clear(dqueries);
+      multiply_blocks<Element, kKeys, Depth::kAlongRows, Depth::kAlongColumns>(
+          dqueries, score_gradients, warp % Config::kQueryRowWarps * kQueryRows, keys,
+          warp / Config::kQueryRowWarps * kQueryDims);
+      add_query_gradients<1>(dqueries, step, 0);
+    }
+  }
+
+  // ---- Results
+
+  // Adds to fp32 sums (B, Sk, Hkv, D). Neighbouring lanes trade halves, so that each adds four columns of one row.
+  __device__ void add_to_sums(const float (&gradient)[kKeyRows / 16][kKeyDims / 8][4], float* sums,
+                              float factor) const {
+    const int key_row = warp % Config::kKeyWarps * kKeyRows, key_dim = warp / Config::kKeyWarps * kKeyDims;
+    const bool odd = lane % 2 != 0;
+#pragma unroll
+    for (int m = 0; m < kKeyRows / 16; ++m) {
+      const int key = shared.key[key_row + m * 16 + (odd ? 8 : 0) + lane / 4];
+      float* row =
+          sums +
+          ((static_cast<std::int64_t>(block.batch) * params.keys + key) * params.key_heads + block.key_head) * kHeadDim;
+#pragma unroll
+      for (int n = 0; n < kKeyDims / 8; ++n) {
+        const float(&part)[4] = gradient[m][n];
+        const float first = __shfl_xor_sync(~0u, odd ? part[0] : part[2], 1);
+        const float second = __shfl_xor_sync(~0u, odd ? part[1] : part[3], 1);
+        const int column = key_dim + n * 8 + lane % 4 / 2 * 4;
+        if (key < 0) continue;
+        if (odd) {
+          add_to_global(row + column, first * factor, second * factor, part[2] * factor, part[3] * factor);
+        } else {
+          add_to_global(row + column, part[0] * factor, part[1] * factor, first * factor, second * factor);
+        }
+      }
+    }
+  }
+
+  // Through the shared memory that held keys or values.
+  __device__ void store_tile(const float (&gradient)[kKeyRows / 16][kKeyDims / 8][4], DimTile tile,
+                             const TokenView& target, float factor) const {
+    const int key_row = warp % Config::kKeyWarps * kKeyRows, key_dim = warp / Config::kKeyWarps * kKeyDims;
+#pragma unroll
+    for (int m = 0; m < kKeyRows / 16; ++m)
+#pragma unroll
+      for (int n = 0; n < kKeyDims / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* pair = &gradient[m][n][2 * half];
+          store_shared(tile.piece(key_row + m * 16 + half * 8 + lane / 4, key_dim / 8 + n) + 4 * (lane % 4),
+                       pack<Element>(pair[0] * factor, pair[1] * factor));
+        }
+    __syncthreads();
+    auto* base = static_cast<std::uint16_t*>(target.data) + block.batch * target.batch_stride +
+                 block.key_head * target.head_stride;
+    for (int index = static_cast<int>(threadIdx.x); index < kKeys * DimTile::kPieces; index += kThreads) {
+      const int row = index / DimTile::kPieces, piece = index % DimTile::kPieces;
+      const int key = block.tile * kKeys + row;
+      if (key >= params.keys) continue;
+      std::uint32_t words[4];
+      load_shared_16(words, tile.piece(row, piece));
+      store_piece(base + key * target.token_stride, piece, words, params.head_dim, params.aligned);
+    }
+  }
+
+  __device__ void store_results() const {
+    if (params.uses_sums) {
+      if (params.wants_dkey) add_to_sums(dkeys, params.dkey_sums, params.scale);
+      if (params.wants_dvalue) add_to_sums(dvalues, params.dvalue_sums, 1);
+      return;
+    }
+    __syncthreads();
+    if (params.wants_dkey) store_tile(dkeys, keys, params.dkey, params.scale);
+    if (params.wants_dvalue) store_tile(dvalues, values, params.dvalue, 1);
+  }
+
+  __device__ void run() {
+    clear(dkeys);
+    clear(dvalues);
+    if (threadIdx.x == 0) shared.walk = first_step();
+    for (int number = 0; number < 3; ++number) note_step(number);
+    read_key_facts();
+    __syncthreads();
+    if (!shared.steps[0].exists() && params.uses_sums) return;  // nothing to add
+    load_row_facts(shared.steps[0], 0);
+    load_row_facts(shared.steps[1], 1);
+    int head = shared.steps[0].exists() ? shared.steps[0].head : block.first_head;
+    read_key_bias(head);
+    load_keys(keys, params.key);
+    load_keys(values, params.value);
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+    if (shared.steps[0].exists()) {
+      load_step(shared.steps[0], 0, 0);
+      if constexpr (kPlanned) make_words(shared.steps[0], 0);
+    }
+    commit_copies();
+    int slot = 0, number = 0;
+    for (; shared.steps[number % 4].exists(); ++number) {
+      const int buffer = number % 2, stage = Config::kStages == 2 ? buffer : 0;
+      const int next_slot = slot == 2 ? 0 : slot + 1;
+      wait_copies<0>();
+      __syncthreads();
+      note_step(number + 3);
+      if (shared.steps[number % 4].head != head) {
+        const int next_head = shared.steps[number % 4].head;
+        if (!kRowBias && params.dbias_sums != nullptr &&
+            params.dbias.offset(block.batch, head) != params.dbias.offset(block.batch, next_head)) {
+          flush_key_bias_gradients(head);
+        }
+        head = next_head;
+        read_key_bias(head);
+        __syncthreads();
+      }
+      load_row_facts(shared.steps[(number + 2) % 4], next_slot == 2 ? 0 : next_slot + 1);
+      if (Config::kStages == 2 && shared.steps[(number + 1) % 4].exists()) {
+        load_step(shared.steps[(number + 1) % 4], stage ^ 1, next_slot);
+      }
+      commit_copies();
+      if constexpr (kPlanned) {
+        if (shared.steps[(number + 1) % 4].exists()) make_words(shared.steps[(number + 1) % 4], buffer ^ 1);
+      }
+      run_step(shared.steps[number % 4], stage, slot, buffer);
+      if (Config::kStages == 1) {
+        __syncthreads();
+        if (shared.steps[(number + 1) % 4].exists()) load_step(shared.steps[(number + 1) % 4], 0, next_slot);
+        commit_copies();
+      }
+      slot = next_slot;
+    }
+    wait_copies<0>();
+    if (!kRowBias && params.dbias_sums != nullptr) flush_key_bias_gradients(head);
+    store_results();
+  }
+};
+
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+__global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params) {
+  using Config = BackwardConfig<kHeadDim>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  // Tiles of all keys; then, in a plan, tiles of every chunk's list.
+  const int key_tiles = (params.keys + Config::kKeys - 1) / Config::kKeys;
+  const int list_tiles = kPlanned ? params.plan.capacity / Config::kKeys : 0;
+  const int tiles = key_tiles + list_tiles * params.plan.chunk_count;
+  const int index = static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles));
+  const int part = static_cast<int>(blockIdx.x / static_cast<unsigned>(tiles));
+  const int heads = params.group / params.splits;
+
+  KeyBlock block;
+  block.batch = part / (params.key_heads * params.splits);
+  block.key_head = part / params.splits % params.key_heads;
+  block.first_head = block.key_head * params.group + part % params.splits * heads;
+  block.end_head = block.first_head + heads;
+  block.listed = index >= key_tiles;
+  block.tile = index;
+  block.first_chunk = 0;
+  block.end_chunk = params.plan.chunk_count;
+  block.plan_chunk = 0;
+  if constexpr (kPlanned) {
+    block.plan_chunk = static_cast<int>(params.plan.first_chunk(block.batch, block.first_head));
+    if (block.listed) {
+      block.first_chunk = (index - key_tiles) / list_tiles;
+      block.end_chunk = block.first_chunk + 1;
+      block.plan_chunk += block.first_chunk;
+      block.tile = (index - key_tiles) % list_tiles;
+      const ChunkKeys keys = params.plan.chunks[block.plan_chunk];
+      if (keys.first >= 0 || block.tile * Config::kKeys >= keys.count) return;
+    }
+  }
+  BackwardBlock<Element, kHeadDim, kPlanned, kRowBias>(params, block, shared).run();
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,43 @@
+// Host launchers of the portable kernels. Every one returns the launch's error.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/params.h"
+
+namespace flash_dmattn::internal::cuda {
+
+constexpr int kHeadDimBuckets[] = {32, 64, 96, 128, 192, 256};
+
+// The smallest bucket that holds a head of `head_dim`.
+constexpr int bucket_of(int head_dim) {
+  for (int bucket : kHeadDimBuckets) {
+    if (head_dim <= bucket) return bucket;
+  }
+  return 0;
+}
+
+// One unit of compilation for each element type and bucket (instances.cu.in).
+template <typename Element, int kHeadDim>
+cudaError_t launch_forward(const ForwardParams& params, bool planned, cudaStream_t stream);
+template <typename Element, int kHeadDim>
+cudaError_t launch_backward(const BackwardParams& params, bool planned, cudaStream_t stream);
+
+struct BackwardTiles {
+  int rows, keys;
+};
+BackwardTiles backward_tiles(int head_dim);
+
+// Fills (B, H, `padded_rows`).
+cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
+                             cudaStream_t stream);
+// dquery from the sums that launch_backward left.
+cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream);
+// dkey or dvalue from fp32 sums (B, Sk, Hkv, bucket).
+cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, const TokenView& gradient,
+                                 cudaStream_t stream);
+// dbias from fp32 sums of its shape.
+cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
+                                  cudaStream_t stream);
+
+}  // namespace flash_dmattn::internal::cuda

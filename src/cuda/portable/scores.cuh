@@ -1,0 +1,93 @@
+// From products to scores: scale, softcap, bias. Shared by forward and backward.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/params.h"
+#include "cuda/ptx/mma.cuh"
+
+namespace flash_dmattn::internal::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// tanh from one exp2: within 2^-22 of the true value, where tanh.approx is off by 2^-11.
+__device__ inline float tanh_of_scaled(float twice_log2) {
+  return 1.0f - __fdividef(2.0f, exp2_fast(twice_log2) + 1.0f);
+}
+
+template <typename Element>
+__device__ inline float load_bias(const BroadcastView& bias, std::int64_t offset) {
+  if (bias.dtype == DType::kFloat32) return static_cast<const float*>(bias.data)[offset];
+  return static_cast<float>(static_cast<const Element*>(bias.data)[offset]);
+}
+
+// Makes scores of products, in units of log2, bias aside.
+template <int kMTiles, int kNTiles>
+__device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMTiles][kNTiles][4]) {
+  const bool capped = rule.softcap_log2 != 0;
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[m][n][i] *= capped ? rule.inner_scale : rule.scale_log2;
+  if (!capped) return;
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[m][n][i] = rule.softcap_log2 * tanh_of_scaled(scores[m][n][i]);
+}
+
+// Adds a bias that differs by row. row_of(i) is the thread's row i of the problem, key_of(n, pair) the key of a column,
+// or less than 0.
+template <typename Bias, int kMTiles, int kNTiles, typename RowOf, typename KeyOf>
+__device__ inline void add_row_bias_as(const Bias* bias, const BroadcastView& view, std::int32_t rows,
+                                       float (&scores)[kMTiles][kNTiles][4], RowOf row_of, KeyOf key_of) {
+#pragma unroll
+  for (int i = 0; i < 2 * kMTiles; ++i) {
+    const Bias* row_bias = bias + min(row_of(i), rows - 1) * view.row_stride;
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const int key = key_of(n, pair);
+        const float value = key >= 0 ? static_cast<float>(row_bias[key * view.key_stride]) : 0.0f;
+        float& score = scores[i / 2][n][2 * (i % 2) + pair];
+        score = fmaf(value, kLog2E, score);
+      }
+  }
+}
+
+template <typename Element, int kMTiles, int kNTiles, typename RowOf, typename KeyOf>
+__device__ inline void add_row_bias(const BroadcastView& view, std::int64_t offset, std::int32_t rows,
+                                    float (&scores)[kMTiles][kNTiles][4], RowOf row_of, KeyOf key_of) {
+  if (view.dtype == DType::kFloat32) {
+    add_row_bias_as(static_cast<const float*>(view.data) + offset, view, rows, scores, row_of, key_of);
+  } else {
+    add_row_bias_as(static_cast<const Element*>(view.data) + offset, view, rows, scores, row_of, key_of);
+  }
+}
+
+// Adds a bias that all rows share, in units of log2.
+template <int kMTiles, int kNTiles, typename BiasOf>
+__device__ inline void add_key_bias(float (&scores)[kMTiles][kNTiles][4], BiasOf bias_of) {
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+    const float2 bias = bias_of(n);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      scores[m][n][0] += bias.x;
+      scores[m][n][1] += bias.y;
+      scores[m][n][2] += bias.x;
+      scores[m][n][3] += bias.y;
+    }
+  }
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,67 @@
+// Copies between memories, one instruction each. All run on sm_80 and later.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_dmattn::internal::cuda {
+
+__device__ inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The same value, of which the compiler knows nothing: what depends on it is computed where it is used, instead of
+// being kept in registers over a whole loop.
+__device__ inline int recomputed(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// 16 bytes from global to shared memory in the background, past L1; zeros if not `valid` (nothing is read then).
+__device__ inline void copy_async_16(std::uint32_t shared, const void* global, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+// 4 bytes, likewise.
+__device__ inline void copy_async_4(std::uint32_t shared, const void* global, bool valid) {
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `Pending` of this thread's latest groups are under way.
+template <int Pending>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(std::uint32_t (&fragment)[4], std::uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared)
+               : "memory");
+}
+__device__ inline void load_matrices_transposed(std::uint32_t (&fragment)[4], std::uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ inline void store_shared(std::uint32_t shared, std::uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+
+// Adds four neighbouring floats, aligned to 16 bytes.
+__device__ inline void add_to_global(float* sum, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#else
+  atomicAdd(sum, a);
+  atomicAdd(sum + 1, b);
+  atomicAdd(sum + 2, c);
+  atomicAdd(sum + 3, d);
+#endif
+}
+
+}  // namespace flash_dmattn::internal::cuda

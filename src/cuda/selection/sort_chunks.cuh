@@ -1,0 +1,89 @@
+// First kernel: every chunk's keys sorted by rank, and the intervals as they are if nothing is ever evicted.
+#pragma once
+
+#include "cuda/selection/layout.h"
+#include "cuda/selection/ranked_key.cuh"
+
+namespace flash_dmattn::internal::cuda {
+
+template <typename Key>
+__device__ Key shuffle_xor(Key key, int mask) {
+  return __shfl_xor_sync(kAllLanes, key, mask);
+}
+__device__ inline Uint128 shuffle_xor(Uint128 key, int mask) {
+  const std::uint64_t high = shuffle_xor(static_cast<std::uint64_t>(key >> 64), mask);
+  return static_cast<Uint128>(high) << 64 | shuffle_xor(static_cast<std::uint64_t>(key), mask);
+}
+
+// Ascending by lane: a bitonic network.
+template <typename Key>
+__device__ Key warp_sort(Key key) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int run = 2; run <= kWarp; run *= 2) {
+#pragma unroll
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      const Key other = shuffle_xor(key, distance);
+      const bool ascending = (lane & run) == 0, lower_lane = (lane & distance) == 0;
+      if ((key < other) != (ascending == lower_lane)) key = other;
+    }
+  }
+  return key;
+}
+
+// One key a thread, ascending by thread. Warps sort, then runs are merged pairwise: a key's place is its own in its run
+// plus the number of lower keys in the other one.
+template <typename Key>
+__device__ Key block_sort(Key key, Key (*sRuns)[kChunkKeys<Key>]) {
+  const int thread = threadIdx.x;
+  key = warp_sort(key);
+  int buffer = 0;
+  sRuns[buffer][thread] = key;
+  __syncthreads();
+#pragma unroll
+  for (int run = kWarp; run < kChunkKeys<Key>; run *= 2) {
+    const Key* other_run = sRuns[buffer] + ((thread & ~(run - 1)) ^ run);
+    const int place = (thread & ~(2 * run - 1)) + (thread & (run - 1)) + count_below(other_run, run, key);
+    buffer ^= 1;
+    sRuns[buffer][place] = key;
+    __syncthreads();
+    key = sRuns[buffer][thread];
+  }
+  return key;
+}
+
+// A block per (batch, head, chunk), a thread per key. `lists` is null if no key can be evicted.
+template <typename Format, typename Key>
+__global__ void __launch_bounds__(kChunkKeys<Key>)
+    sort_chunks(const __grid_constant__ SelectionProblem problem, const __grid_constant__ ListLayout layout, Key* lists,
+                std::int64_t first_block) {
+  using Bits = typename Format::Bits;
+  __shared__ Key sRuns[2][kChunkKeys<Key>];
+
+  const std::int64_t block = first_block + blockIdx.x;
+  const std::int64_t batch_head = block / layout.chunks, chunk = block % layout.chunks;
+  const std::int64_t batch = batch_head / problem.heads, head = batch_head % problem.heads;
+  const std::int64_t key = chunk * kChunkKeys<Key> + threadIdx.x;
+  const Arrivals arrivals(problem, batch);
+
+  Bits rank = 0;
+  if (problem.window > 0 && key < arrivals.existing) {
+    const auto* scores = static_cast<const Bits*>(problem.scores);
+    const std::int64_t mask_at =
+        batch * problem.mask_strides[0] + head * problem.mask_strides[1] + key * problem.mask_strides[2];
+    if (problem.key_mask == nullptr || problem.key_mask[mask_at] != 0) {
+      rank = rank_of<Format>(
+          scores[batch * problem.score_strides[0] + head * problem.score_strides[1] + key * problem.score_strides[2]]);
+    }
+  }
+  if (key < problem.keys) {
+    const std::int64_t at = batch_head * problem.keys + key;
+    problem.begin[at] = rank != 0 ? arrivals.row_of(key) : 0;
+    problem.end[at] = rank != 0 ? static_cast<std::int32_t>(problem.rows) : 0;
+  }
+  if (lists == nullptr) return;
+  lists[batch_head * layout.head_keys + chunk * kChunkKeys<Key> + threadIdx.x] =
+      block_sort(make_ranked_key<Key>(rank, key), sRuns);
+}
+
+}  // namespace flash_dmattn::internal::cuda
