@@ -24,11 +24,15 @@ endif
 # cmake, ninja, clang-format and ruff are pinned packages of that environment.
 export PATH := $(dir $(PY)):$(PATH)
 export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
+export CMAKE_CUDA_COMPILER_LAUNCHER = $(CMAKE_CXX_COMPILER_LAUNCHER)
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 BUILD := build/$(PRESET)
 CONFIGURE = cmake >/dev/null
-CPP_FILES = $(shell find include src torch tests examples benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find include src torch tests examples benchmarks \
+                -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+# As in the build of PRESET=ci, so that ccache knows what that has compiled.
+WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),-C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
 .PHONY: help setup library build run test test-cpp test-python test-sanitize lint format bench check-neon check-wheel \
         clean
@@ -55,13 +59,15 @@ test: lint test-cpp test-python  ## all that this machine can test
 test-cpp: build  ## the C++ tests
 	@ctest --preset $(PRESET)
 
-test-python: library  ## the Python tests (ARGS="-k name"; ARGS="-n 0" without worker processes)
-	@$(PY) -m pytest tests/python -n 2 --dist loadfile $(ARGS)
+test-python: library  ## the Python tests, also on the GPU if there is one (ARGS="-k name"; ARGS="-n 0": one process)
+	@$(PY) -m pytest tests -n 2 --dist loadfile $(ARGS)
 
-test-sanitize: setup  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+test-sanitize: setup  ## C++ tests under AddressSanitizer and UBSan; GPU tests, if there is one, under compute-sanitizer
 	@$(CONFIGURE) --preset sanitize
 	@cmake --build --preset sanitize
 	@ctest --preset sanitize
+	@if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) --no-print-directory build; fi
+	@PY=$(PY) tools/sanitize_gpu.sh $(BUILD)
 
 lint: setup  ## check formatting and style
 	@clang-format --dry-run --Werror $(CPP_FILES)
@@ -84,7 +90,7 @@ check-neon:  ## cross-compile for 64-bit Arm and run the C++ tests in an emulato
 
 check-wheel: setup  ## build the wheel as `pip install .` does, install it into build/wheel and use it there
 	@rm -rf build/wheel && mkdir -p build/wheel
-	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation $(WHEEL_FLAGS) --wheel-dir build/wheel .
 	@$(PY) -m pip install --quiet --no-deps --target build/wheel/site build/wheel/flash_dmattn-*.whl
 	@cd build/wheel && PYTHONPATH=site $(PY) -m flash_dmattn info
 

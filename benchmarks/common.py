@@ -19,7 +19,7 @@ from rich.table import Table
 
 @dataclass
 class Comparison:
-    """One line of the report. `ratio` is the other's figure over ours: above 1, ours is better."""
+    """One line of the report. `ratio` is how many times better ours is: the other's time over ours."""
 
     case: str
     what: str  # forward, backward, ...
@@ -93,7 +93,7 @@ class Report:
                 f"[{ours_color}]{line.ours:.4g} {line.unit}[/]",
                 theirs,
                 f"[{ratio_color}]{ratio}[/]",
-                line.aim,
+                line.aim + {None: "", True: ": met", False: ": not met"}[line.reached],
             )
         console.print(table)
 

@@ -1,73 +1,105 @@
-# Sets cuda_sources: the CUDA backend, or what stands in for it. Defines flash_dmattn_use_cuda(target).
+# Sets have_cuda. If it is on, defines cuda_sources, the libraries of compiled kernels cuda_kernel_objects and the function
+# flash_dmattn_use_cuda(target); otherwise cuda_sources is what stands in for the backend.
 #
 #   FLASH_DMATTN_CUDA                ON, OFF or AUTO
-#   CMAKE_CUDA_ARCHITECTURES         as in any CMake project; default: machine code for the GPUs found here, or for data
-#                                    centre GPUs if there is none, and PTX of compute_80 for all others
+#   CMAKE_CUDA_ARCHITECTURES         as in any CMake project; default: machine code for the GPUs found here, or for
+#                                    compute capability 9.0 if there is none, and PTX of 8.0 for all others
 #   CMAKE_CUDA_COMPILER_LAUNCHER     ccache, for example
+
+set(least_cuda 12.0)  # whose compiler knows C++20
 
 set(have_cuda OFF)
 if(FLASH_DMATTN_CUDA STREQUAL AUTO)
-  include(CheckLanguage)
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER AND NOT CMAKE_CROSSCOMPILING)
-    set(have_cuda ON)
+  if(NOT CMAKE_CROSSCOMPILING)
+    include(CheckLanguage)
+    check_language(CUDA)
+    set(have_cuda ${CMAKE_CUDA_COMPILER})
   endif()
 elseif(FLASH_DMATTN_CUDA)
   set(have_cuda ON)
 endif()
 
+# Machine code for the GPUs of this machine that have kernels; PTX, which every later driver compiles, for the rest.
+function(flash_dmattn_default_architectures result)
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE output ERROR_QUIET RESULT_VARIABLE status)
+  set(architectures "")
+  if(status EQUAL 0)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" found "${output}")
+    list(REMOVE_DUPLICATES found)
+    foreach(capability IN LISTS found)
+      if(capability VERSION_GREATER_EQUAL 8.0)
+        string(REPLACE "." "" capability ${capability})
+        list(APPEND architectures ${capability}-real)
+      endif()
+    endforeach()
+  endif()
+  if(NOT architectures)
+    set(architectures 90-real)
+  endif()
+  set(${result} ${architectures} 80-virtual PARENT_SCOPE)
+endfunction()
+
 if(have_cuda)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    # Machine code for the GPUs of this machine, if any; PTX, which every later driver compiles, for the rest.
-    execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
-                    OUTPUT_VARIABLE found_gpus ERROR_QUIET RESULT_VARIABLE gpu_query)
-    if(gpu_query EQUAL 0)
-      string(REGEX MATCHALL "[0-9]+\\.[0-9]+" found_gpus "${found_gpus}")
-      list(REMOVE_DUPLICATES found_gpus)
-      list(TRANSFORM found_gpus REPLACE "\\." "")
-      list(TRANSFORM found_gpus APPEND -real)
-    else()
-      set(found_gpus 90-real)
-    endif()
-    set(CMAKE_CUDA_ARCHITECTURES ${found_gpus} 80-virtual CACHE STRING "GPUs to compile for")
+    flash_dmattn_default_architectures(architectures)
+    set(CMAKE_CUDA_ARCHITECTURES ${architectures} CACHE STRING "GPUs to compile for")
   endif()
   enable_language(CUDA)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS least_cuda)
+    message(FATAL_ERROR "CUDA ${least_cuda} or newer is needed; ${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}. "
+                        "Set CMAKE_CUDA_COMPILER, or FLASH_DMATTN_CUDA=OFF to build without.")
+  endif()
   find_package(CUDAToolkit REQUIRED)
-  message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
-  set(cuda_sources
-      src/cuda/backend.cpp
-      src/cuda/plan/make_plan.cu
-      src/cuda/plan/pack_mask.cu
-      src/cuda/portable/gradient_passes.cu
-      src/cuda/selection/select_keys.cu)
-  foreach(element IN ITEMS __nv_bfloat16 __half)
-    foreach(head_dim IN ITEMS 32 64 96 128 192 256)
-      foreach(direction IN ITEMS forward backward)
-        set(params ForwardParams)
-        if(direction STREQUAL backward)
-          set(params BackwardParams)
-        endif()
-        set(instance ${CMAKE_CURRENT_BINARY_DIR}/cuda/${direction}_${element}_${head_dim}.cu)
-        configure_file(src/cuda/portable/instances.cu.in ${instance} @ONLY)
-        list(APPEND cuda_sources ${instance})
-      endforeach()
-    endforeach()
-  endforeach()
-  # The slowest first, so that the build does not end on one of them.
-  list(REVERSE cuda_sources)
+  message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
 else()
   message(STATUS "CUDA: not built")
   set(cuda_sources src/cuda/absent.cpp)
+  set(cuda_kernel_objects "")
+  return()
 endif()
 
 function(flash_dmattn_use_cuda target)
-  if(NOT have_cuda)
-    return()
-  endif()
   # The runtime is linked statically and finds the driver when it is first used: the library loads without a GPU.
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
-                                             CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
+                                             CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden
+                                             VISIBILITY_INLINES_HIDDEN ON POSITION_INDEPENDENT_CODE ON)
   target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+  # Warnings that mean nothing here: annotations of defaulted functions, which the compiler adds by itself (20012), and
+  # loops over pieces that small tiles have none of (128).
   target_compile_options(${target} PRIVATE
-      $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --expt-extended-lambda -Xcudafe=--diag_suppress=20012>)
+      $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --expt-extended-lambda --diag-suppress=20012,128>)
 endfunction()
+
+function(add_cuda_kernels name source)
+  add_library(${name} OBJECT ${source})
+  flash_dmattn_use_cuda(${name})
+  target_include_directories(${name} PRIVATE src include)
+  target_compile_definitions(${name} PRIVATE ${ARGN})
+  list(APPEND cuda_kernel_objects $<TARGET_OBJECTS:${name}>)
+  set(cuda_kernel_objects ${cuda_kernel_objects} PARENT_SCOPE)
+endfunction()
+
+# Attention: one file, compiled once for every launcher, element type and bucket of head dims. Large buckets take longest:
+# they come first, so that the build does not end on one of them.
+foreach(head_dim IN ITEMS 256 192 128 96 64 32)
+  foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
+    foreach(direction IN ITEMS backward:BackwardParams query_backward:BackwardParams forward:ForwardParams)
+      string(REGEX MATCH "(.+):(.+)" _ ${direction})
+      set(launcher ${CMAKE_MATCH_1})
+      set(params ${CMAKE_MATCH_2})
+      string(REGEX MATCH "(.+):(.+)" _ ${element})
+      add_cuda_kernels(cuda_${launcher}_${CMAKE_MATCH_1}_${head_dim} src/cuda/portable/instance.cu
+                       FLASH_DMATTN_LAUNCHER=launch_${launcher} FLASH_DMATTN_PARAMS=${params}
+                       FLASH_DMATTN_ELEMENT=${CMAKE_MATCH_2} FLASH_DMATTN_HEAD_DIM=${head_dim})
+    endforeach()
+  endforeach()
+endforeach()
+foreach(source IN ITEMS plan/make_plan plan/mask_intervals plan/pack_mask portable/gradient_passes selection/select_keys)
+  get_filename_component(name ${source} NAME)
+  add_cuda_kernels(cuda_${name} src/cuda/${source}.cu)
+endforeach()
+set(cuda_sources src/cuda/backend.cpp src/cuda/device_kernels.cpp src/cuda/prepared_visibility.cpp src/cuda/reports.cpp)
+string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
+set_source_files_properties(src/cuda/device_kernels.cpp PROPERTIES COMPILE_DEFINITIONS
+                            "FLASH_DMATTN_CUDA_ARCHITECTURES=\"${architectures}\"")

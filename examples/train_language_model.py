@@ -42,8 +42,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--width", type=_positive, default=MODEL.width, help="size of the residual stream, a multiple of 8")
     add("--text", default=TRAINING.text, help="a file, or a directory of .py files; default: Python's standard library")
     add("--max-bytes", type=_positive, default=TRAINING.max_bytes, help="text beyond this is left out")
-    add("--device", default="cuda" if flash_dmattn.CUDA_AVAILABLE else "cpu")
-    add("--dtype", choices=["float32", "bfloat16"], default=TRAINING.dtype, help="bfloat16 uses autocast")
+    has_gpu = flash_dmattn.CUDA_AVAILABLE and torch.cuda.is_available()
+    add("--device", default="cuda" if has_gpu else "cpu")
+    kinds = ["float32", "bfloat16"]
+    add("--dtype", choices=kinds, help=f"bfloat16, the default on GPUs, uses autocast; else {TRAINING.dtype}")
     add("--learning-rate", type=float, default=TRAINING.learning_rate)
     add("--seed", type=int, default=TRAINING.seed)
     add("--output", type=Path, default=Path("runs/language_model"), help="directory for everything that is written")
@@ -52,7 +54,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpoint-every", type=_positive, default=50, help="steps between two checkpoints")
     add("--sample", type=_positive, default=400, help="bytes to write at the end")
     add("--temperature", type=float, default=0.6, help="of the sampling; lower is more predictable")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.dtype is None:
+        arguments.dtype = TRAINING.dtype if torch.device(arguments.device).type == "cpu" else "bfloat16"
+    return arguments
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 // The PyTorch operators flash_dmattn::attention_forward, attention_backward, select_keys, mask_intervals, plan_report,
-// plan_chunks and cpu_info.
+// plan_chunks, cpu_info, cuda_info and cuda_kernels.
 //
 // The only file that includes torch, and of torch only the stable ABI: one binary serves every later version and
 // every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
@@ -335,14 +335,20 @@ std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, 
 }
 
 std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
+  const CallDevice device("mask", mask, {});
   const TensorView view = view_of("mask", mask, "must be bool");
   if (view.rank != 4) check(Status::invalid("mask", "must have 4 dimensions", std::to_string(view.rank)));
   const std::int64_t sizes[] = {view.shape[0], view.shape[1], view.shape[3]};
-  const Tensor begin = torch::stable::empty({sizes, 3}, ScalarType::Int),
-               end = torch::stable::empty({sizes, 3}, ScalarType::Int);
+  const Tensor begin = device.empty({sizes, 3}, ScalarType::Int), end = device.empty({sizes, 3}, ScalarType::Int);
+  const KeyIntervals intervals = make_intervals(begin, end);
   TorchExecutor executor;
+  const SelectionContext context = {.executor = &executor, .device = device.native()};
+
+  std::size_t bytes = 0;
+  check(flash_dmattn::mask_intervals_workspace(view, intervals, context, &bytes));
+  const Workspace workspace(device, bytes);
   bool exact = false;
-  check(flash_dmattn::mask_intervals(view, is_causal, make_intervals(begin, end), &exact, {.executor = &executor}));
+  check(flash_dmattn::mask_intervals(view, is_causal, intervals, &exact, workspace.data(), workspace.bytes(), context));
   return {begin, end, exact};
 }
 
@@ -359,10 +365,23 @@ AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, cons
 std::tuple<std::vector<std::int64_t>, std::string, std::string> plan_report(
     Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
     std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal, bool deterministic) {
+  const std::optional<Tensor> key_given(key);
+  const CallDevice device("query", query,
+                          {{"key", &key_given},
+                           {"mask", &mask},
+                           {"seqlens_k", &seqlens_k},
+                           {"intervals.begin", &interval_begin},
+                           {"intervals.end", &interval_end}});
   const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  const AttentionOptions options = {{}, 0.0, is_causal, deterministic};
   TorchExecutor executor;
+  const AttentionContext context = {.executor = &executor, .device = device.native()};
+
+  std::size_t bytes = 0;
+  check(flash_dmattn::plan_report_workspace(inputs, options, context, &bytes));
+  const Workspace workspace(device, bytes);
   PlanReport report;
-  check(flash_dmattn::plan_report(inputs, {{}, 0.0, is_causal, deterministic}, &report, {.executor = &executor}));
+  check(flash_dmattn::plan_report(inputs, options, &report, workspace.data(), workspace.bytes(), context));
   const flash_dmattn::AttentionCounters& counted = report.counters;
   std::vector<std::int64_t> counts = {counted.scores_kept,
                                       counted.scores_computed,
@@ -427,6 +446,15 @@ std::tuple<std::string, std::string, std::string, std::vector<std::string>, std:
           std::move(info.supported)};
 }
 
+std::tuple<std::int64_t, std::vector<std::string>> cuda_info() {
+  flash_dmattn::CudaInfo info = flash_dmattn::cuda_info();
+  return {info.toolkit, std::move(info.architectures)};
+}
+
+std::string cuda_kernels(std::int64_t major, std::int64_t minor) {
+  return flash_dmattn::cuda_kernels(static_cast<int>(major), static_cast<int>(minor));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flash_dmattn, library) {
@@ -452,6 +480,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
       "Tensor? interval_end, bool is_causal, int batch, int head) "
       "-> (Tensor chunks, Tensor keys, Tensor visible, Tensor tiles)");
   library.def("cpu_info() -> (str version, str isa_float, str isa_bfloat16, str[] compiled, str[] supported)");
+  library.def("cuda_info() -> (int toolkit, str[] architectures)");
+  library.def("cuda_kernels(int major, int minor) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
@@ -467,8 +497,12 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, library) {
   library.impl("attention_forward", TORCH_BOX(&attention_forward));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
   library.impl("select_keys", TORCH_BOX(&select_keys));
+  library.impl("mask_intervals", TORCH_BOX(&mask_intervals));
+  library.impl("plan_report", TORCH_BOX(&plan_report));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, library) {
   library.impl("cpu_info", TORCH_BOX(&cpu_info));
+  library.impl("cuda_info", TORCH_BOX(&cuda_info));
+  library.impl("cuda_kernels", TORCH_BOX(&cuda_kernels));
 }

@@ -15,7 +15,16 @@ struct CpuInfo {
   std::vector<std::string> supported;  // those that this CPU can run
 };
 
+struct CudaInfo {
+  int toolkit = 0;                         // CUDA version that it was compiled with: 13000 is 13.0; 0: without CUDA
+  std::vector<std::string> architectures;  // "90-real": machine code; "80-virtual": PTX, for all GPUs from there on
+};
+
 const char* version();  // "2.0.0"
 CpuInfo cpu_info();     // honours FLASH_DMATTN_ISA, which caps the instruction set (for tests and comparisons)
+CudaInfo cuda_info();   // touches neither driver nor GPU
+
+// The kernels that run on GPUs of this compute capability: "portable", or "none".
+std::string cuda_kernels(int major, int minor);
 
 }  // namespace flash_dmattn

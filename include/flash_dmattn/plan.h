@@ -31,6 +31,13 @@ struct PlanReport {
 // Plans the call that attention_forward would run with the same arguments. Only the sizes and dtypes of query,
 // key and value count; their elements are not read, and value may be left out. O(planning) time, which for a mask
 // with an entry for every score means reading it once.
+//
+// On CUDA `workspace` holds the bytes that the query gives, aligned to 64, and the call waits for the stream, since it
+// answers on the host; it looks at every visited score. The CPU needs none and allocates for the call's duration.
+Status plan_report_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
+                             std::size_t* bytes);
+Status plan_report(const AttentionInputs&, const AttentionOptions&, PlanReport*, void* workspace,
+                   std::size_t workspace_bytes, const AttentionContext& = {});
 Status plan_report(const AttentionInputs&, const AttentionOptions&, PlanReport*, const AttentionContext& = {});
 
 // The plan of one chunk of query rows, written out to be looked at.
@@ -48,7 +55,7 @@ struct PlannedChunk {
 };
 
 // The plan of one query head of one batch element, in order of rows. It holds rows x listed keys bytes for every
-// chunk. Not for float64, which plans nothing.
+// chunk. CPU only, and not for float64, which plans nothing.
 Status plan_chunks(const AttentionInputs&, const AttentionOptions&, std::int64_t batch, std::int64_t head,
                    std::vector<PlannedChunk>*, const AttentionContext& = {});
 
@@ -57,7 +64,12 @@ Status plan_chunks(const AttentionInputs&, const AttentionOptions&, std::int64_t
 //   is_causal   rows that the causal rule hides from a key (i < j - (Sk - Sq)) count as not seeing it, so that
 //               the intervals are right for calls with that rule only
 //   intervals   contiguous (B, heads, Sk); their contents mean nothing if *exact comes out false
-// One pass over the mask, at most; O(Sk) memory beside it.
+// One pass over the mask, at most; O(Sk) memory beside it, which on CUDA is the workspace. There the call waits for the
+// stream, since *exact is on the host: a mask is looked at once and used many times.
+Status mask_intervals_workspace(const TensorView& mask, const KeyIntervals& intervals, const SelectionContext&,
+                                std::size_t* bytes);
+Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals& intervals, bool* exact,
+                      void* workspace, std::size_t workspace_bytes, const SelectionContext& = {});
 Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals& intervals, bool* exact,
                       const SelectionContext& = {});
 

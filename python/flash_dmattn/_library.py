@@ -27,8 +27,30 @@ _backward_op = torch.ops.flash_dmattn.attention_backward.default
 _select_op = torch.ops.flash_dmattn.select_keys.default
 _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
 
+
+class CudaInfo(NamedTuple):
+    """What the library was compiled with for GPUs."""
+
+    toolkit: int
+    """CUDA's version: 13000 is 13.0. 0: the library was built without CUDA."""
+    architectures: list[str]
+    """"90-real": machine code for GPUs of compute capability 9.0; "80-virtual": PTX, for all from 8.0 on."""
+
+
+def cuda_info() -> CudaInfo:
+    """Asks neither driver nor GPU. Source: flash_dmattn::cuda_info() in include/flash_dmattn/info.h."""
+    return CudaInfo(*torch.ops.flash_dmattn.cuda_info())
+
+
+def cuda_kernels(device: int) -> str:
+    """The kernels that run on torch's CUDA device of this index: "portable", or "none"."""
+    return torch.ops.flash_dmattn.cuda_kernels(*torch.cuda.get_device_capability(device))
+
+
 # Devices whose tensors the operators take, by the name of the backend. Meta tensors carry shapes only.
 DEVICE_BACKENDS = {"cpu": "cpu", "cuda": "cuda", "meta": None}
+if cuda_info().toolkit == 0:
+    del DEVICE_BACKENDS["cuda"]
 
 
 def device_backends() -> list[str]:
@@ -113,7 +135,7 @@ def select_keys(
 
 def mask_intervals(mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool]:
     """mask bool (B, heads, Sq, Sk) -> the begins and ends of the rows that see each key, int32 (B, heads, Sk), and
-    whether they say the same as the mask. Source: include/flash_dmattn/plan.h."""
+    whether they say the same as the mask, which waits for a GPU. Source: include/flash_dmattn/plan.h."""
     return torch.ops.flash_dmattn.mask_intervals(mask, is_causal)
 
 
@@ -124,7 +146,7 @@ def plan_report(query: Tensor, key: Tensor, *others: Tensor | bool | None) -> tu
 
 
 def plan_chunks(query: Tensor, key: Tensor, *others: Tensor | bool | int | None) -> tuple[Tensor, ...]:
-    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal, batch and head."""
+    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal, batch and head. CPU only."""
     _check_planned(query, key, *others[:4])
     return torch.ops.flash_dmattn.plan_chunks(query, key, *others)
 

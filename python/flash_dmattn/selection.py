@@ -206,12 +206,13 @@ class KeyIntervals:
             cu_seqlens: integers (documents + 1), where each begins and the last ends; from 0 on, never falling. They
                 are read on the host.
             seqlen: Sq = Sk, default cu_seqlens[-1]. Keys behind the last document are hidden from all.
-            device: default: that of cu_seqlens, if it is a tensor.
+            device: default: that of cu_seqlens, if it is a tensor, else torch's.
 
         Returns:
             (1, 1, Sk).
         """
-        device = cu_seqlens.device if device is None and isinstance(cu_seqlens, Tensor) else device
+        if device is None:
+            device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.get_default_device()
         bounds = torch.as_tensor(cu_seqlens)
         if bounds.dim() != 1 or len(bounds) == 0 or bounds.is_floating_point() or bounds.dtype == torch.bool:
             raise ValueError(

@@ -3,7 +3,9 @@
 #include <string>
 
 #include "api/validate.h"
+#include "api/workspace.h"
 #include "cpu/backend.h"
+#include "cuda/backend.h"
 #include "plan/mask_intervals.h"
 
 namespace flash_dmattn {
@@ -29,19 +31,41 @@ Status check_index(const char* name, std::int64_t index, std::int64_t size) {
 
 }  // namespace
 
-Status plan_report(const AttentionInputs& inputs, const AttentionOptions& options, PlanReport* report,
-                   const AttentionContext& context) {
+Status plan_report_workspace(const AttentionInputs& inputs, const AttentionOptions& options,
+                             const AttentionContext& context, std::size_t* bytes) {
   AttentionProblem problem;
   if (Status status = make_planned_problem(inputs, options, &problem); !status.ok()) return status;
+  *bytes = 0;
+  if (!context.device.is_cuda() || problem.empty()) return {};
+  return internal::cuda::plan_report_workspace(problem, bytes);
+}
+
+Status plan_report(const AttentionInputs& inputs, const AttentionOptions& options, PlanReport* report, void* workspace,
+                   std::size_t workspace_bytes, const AttentionContext& context) {
+  std::size_t needed = 0;
+  Status status = plan_report_workspace(inputs, options, context, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  AttentionProblem problem;
+  if (status.ok()) status = make_planned_problem(inputs, options, &problem);
+  if (!status.ok()) return status;
   *report = {};
-  report->backend = "cpu";
+  report->backend = context.device.is_cuda() ? "cuda" : "cpu";
   report->rule = "nothing to compute";
-  if (!problem.empty()) internal::cpu::plan_report(problem, executor_of(context), report);
+  if (problem.empty()) return {};
+  if (context.device.is_cuda()) return internal::cuda::plan_report(problem, workspace, context.device.stream, report);
+  internal::cpu::plan_report(problem, executor_of(context), report);
   return {};
+}
+
+Status plan_report(const AttentionInputs& inputs, const AttentionOptions& options, PlanReport* report,
+                   const AttentionContext& context) {
+  if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
+  return plan_report(inputs, options, report, nullptr, 0, context);
 }
 
 Status plan_chunks(const AttentionInputs& inputs, const AttentionOptions& options, std::int64_t batch,
                    std::int64_t head, std::vector<PlannedChunk>* chunks, const AttentionContext& context) {
+  if (context.device.is_cuda()) return Status::invalid("query", "must be on the CPU to be written out", "cuda");
   AttentionProblem problem;
   if (Status status = make_planned_problem(inputs, options, &problem); !status.ok()) return status;
   if (problem.dtype == DType::kFloat64) {
@@ -54,14 +78,35 @@ Status plan_chunks(const AttentionInputs& inputs, const AttentionOptions& option
   return {};
 }
 
-Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals& intervals, bool* exact,
-                      const SelectionContext& context) {
+Status mask_intervals_workspace(const TensorView& mask, const KeyIntervals& intervals, const SelectionContext& context,
+                                std::size_t* bytes) {
   internal::MaskIntervalsProblem problem;
   Status status = internal::make_mask_intervals_problem(mask, intervals, &problem);
+  *bytes = 0;
+  if (status.ok() && context.device.is_cuda()) status = internal::cuda::mask_intervals_workspace(problem, bytes);
+  return status;
+}
+
+Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals& intervals, bool* exact,
+                      void* workspace, std::size_t workspace_bytes, const SelectionContext& context) {
+  std::size_t needed = 0;
+  Status status = mask_intervals_workspace(mask, intervals, context, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  internal::MaskIntervalsProblem problem;
+  if (status.ok()) status = internal::make_mask_intervals_problem(mask, intervals, &problem);
   if (!status.ok()) return status;
   problem.is_causal = is_causal;
+  if (context.device.is_cuda()) {
+    return internal::cuda::find_intervals_on_device(problem, workspace, context.device.stream, exact);
+  }
   *exact = internal::find_intervals(problem, executor_of(context));
-  return status;
+  return {};
+}
+
+Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals& intervals, bool* exact,
+                      const SelectionContext& context) {
+  if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
+  return mask_intervals(mask, is_causal, intervals, exact, nullptr, 0, context);
 }
 
 }  // namespace flash_dmattn

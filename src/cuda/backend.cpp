@@ -10,12 +10,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 
+#include "cuda/device_kernels.h"
 #include "cuda/params.h"
-#include "cuda/plan/make_plan.h"
-#include "cuda/plan/pack_mask.h"
 #include "cuda/portable/launch.h"
+#include "cuda/prepared_visibility.h"
 #include "cuda/selection/select_keys.h"
 #include "plan/arena.h"
 
@@ -23,100 +22,6 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
-
-Status status_of(cudaError_t error) {
-  return error == cudaSuccess ? Status() : Status::failed("CUDA", cudaGetErrorString(error));
-}
-
-// Runs launches one after another until one fails.
-class Launches {
- public:
-  template <typename Launch>
-  Launches& then(Launch launch) {
-    if (error_ == cudaSuccess) error_ = launch();
-    return *this;
-  }
-  Status status() const { return status_of(error_); }
-  cudaError_t error() const { return error_; }
-
- private:
-  cudaError_t error_ = cudaSuccess;
-};
-
-Status check_problem(const AttentionProblem& problem) {
-  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) {
-    return Status::invalid("query", "must be float16 or bfloat16 on CUDA",
-                           std::string("query ") + name_of(problem.dtype));
-  }
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 2048;
-  if (problem.rows > kMost || problem.keys > kMost) {
-    return Status::invalid("query", "and key must have fewer than 2^31 - 2048 tokens on CUDA",
-                           std::to_string(problem.rows) + " and " + std::to_string(problem.keys));
-  }
-  return {};
-}
-
-// Whether a plan is needed: the causal rule and lengths alone are arithmetic.
-bool is_planned(const AttentionProblem& problem) { return problem.mask.defined() || problem.interval_begin.defined(); }
-
-// A mask with an entry of its own for every row is packed; others are read as they are, once a key.
-bool needs_packing(const AttentionProblem& problem) {
-  return problem.mask.defined() && without_copies(problem.mask).rows > 1;
-}
-
-Visibility visibility_of(const AttentionProblem& problem) {
-  Visibility visibility;
-  visibility.rows = static_cast<std::int32_t>(problem.rows);
-  visibility.keys = static_cast<std::int32_t>(problem.keys);
-  visibility.is_causal = problem.is_causal;
-  visibility.seqlens = problem.seqlens;
-  visibility.seqlens_stride = problem.seqlens_stride;
-  visibility.begin = problem.interval_begin;
-  visibility.end = problem.interval_end;
-  if (problem.mask.defined() && !needs_packing(problem)) visibility.key_mask = without_copies(problem.mask);
-  return visibility;
-}
-
-// What plan_shape looks at in a packed mask, before there is one.
-PackedMask outline_of_packed(const BroadcastView& mask, std::int64_t rows, std::int64_t keys) {
-  static const std::uint32_t kNoWords = 0;
-  const BroadcastView distinct = without_copies(mask);
-  PackedMask packed;
-  packed.words = &kNoWords;
-  packed.head_stride = distinct.heads > 1 ? rows * keys : 0;
-  packed.batch_stride = distinct.batches > 1 ? rows * keys : 0;
-  packed.head_divisor = distinct.head_divisor;
-  return packed;
-}
-
-// Visibility and plan in scratch memory, which is measured by the same code when the arena has no block.
-struct PreparedVisibility {
-  Visibility visibility;
-  DevicePlan plan;
-  bool planned = false;
-
-  void prepare(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream) {
-    visibility = visibility_of(problem);
-    planned = is_planned(problem);
-    if (!planned) return;
-    if (needs_packing(problem)) {
-      void* memory = arena->take<std::byte>(packed_mask_bytes(problem.mask, problem.rows, problem.keys));
-      if (launch) {
-        launches->then(
-            [&] { return pack_mask(problem.mask, problem.rows, problem.keys, memory, &visibility.packed, stream); });
-      } else {
-        visibility.packed = outline_of_packed(problem.mask, problem.rows, problem.keys);
-      }
-    }
-    const PlanShape shape = plan_shape(visibility, problem.batch, problem.heads, 0);
-    void* memory = arena->take<std::byte>(plan_bytes(shape, problem.batch));
-    if (launch) {
-      launches->then([&] { return make_plan(visibility, shape, problem.batch, memory, &plan, stream); });
-    } else {
-      plan.head_divisor = shape.head_divisor;
-    }
-  }
-};
 
 bool is_aligned(const TokenView& tokens) {
   return reinterpret_cast<std::uintptr_t>(tokens.data) % 16 == 0 && tokens.batch_stride % 8 == 0 &&
@@ -132,7 +37,8 @@ ScoreRule score_rule_of(const AttentionProblem& problem) {
     rule.inverse_softcap_log2 = static_cast<float>(1 / (problem.softcap * kLog2E));
     rule.inner_scale = static_cast<float>(2 * scale_log2 / problem.softcap);
   }
-  rule.transforms = problem.softcap > 0 || problem.bias.defined() || problem.scale < 0;
+  // With a scale of 0 the hidden scores' -inf would become NaN inside the exponent.
+  rule.transforms = problem.softcap > 0 || problem.bias.defined() || problem.scale <= 0;
   rule.multiplier = rule.transforms ? 1.0f : rule.scale_log2;
   return rule;
 }
@@ -203,49 +109,176 @@ void log_call(const char* direction, const AttentionProblem& problem, bool plann
 
 std::int64_t bias_elements(const BroadcastView& bias) { return bias.batches * bias.heads * bias.rows * bias.keys; }
 
-// Scratch memory of the backward beside the plan.
+// Scratch memory of the backward beside the plan, and how its work is cut.
 struct BackwardScratch {
   RowFacts* row_facts = nullptr;
   std::int64_t padded_rows = 0;
   float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
-  std::size_t dquery_bytes = 0, key_bytes = 0, dbias_bytes = 0;
-  std::int32_t splits = 1;
+  std::size_t dquery_bytes = 0, key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
+  std::int32_t splits = 1, launch_chunks = 0, colors = 1;
   bool wants_sums = false;
+  bool deterministic = false;
+  BroadcastView dbias;         // of dbias_sums
+  bool dbias_by_head = false;  // dbias_sums has an entry for every query head and key: launch_shared_bias_gradients
 
   void take(const BackwardProblem& problem, const PreparedVisibility& prepared, Arena* arena) {
     const BackwardTiles tiles = backward_tiles(static_cast<int>(problem.head_dim));
     const auto bucket = static_cast<std::size_t>(bucket_of(static_cast<int>(problem.head_dim)));
+    deterministic = problem.deterministic;
+    padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
+    const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);
+    row_facts = arena->take<RowFacts>(row_count);
+    if (problem.dquery.defined() && !deterministic) {
+      dquery_bytes = row_count * bucket * sizeof(float);
+      dquery_sums = arena->take<float>(row_count * bucket);
+    }
+    cut(problem, prepared, tiles);
+    key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
+    key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(colors);
+    if (wants_sums && problem.dkey.defined()) dkey_sums = arena->take<float>(key_bytes / sizeof(float));
+    if (wants_sums && problem.dvalue.defined()) dvalue_sums = arena->take<float>(key_bytes / sizeof(float));
+    if (problem.dbias.defined()) take_bias(problem, arena);
+  }
+
+  void cut(const BackwardProblem& problem, const PreparedVisibility& prepared, BackwardTiles tiles) {
     const std::int64_t group = problem.group();
     const std::int64_t key_blocks = (problem.keys + tiles.keys - 1) / tiles.keys * problem.batch * problem.key_heads;
     // Heads that see different keys have lists of their own; and a few tiles of keys alone leave most of a GPU idle.
     constexpr std::int64_t kFewBlocks = 128;
     const bool own_lists = prepared.planned && prepared.plan.head_divisor < group;
-    const bool few = key_blocks < kFewBlocks && !problem.deterministic;
+    const bool few = key_blocks < kFewBlocks && !deterministic;
     splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
     wants_sums = prepared.planned || splits > 1;
-    padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
-    const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);
-    row_facts = arena->take<RowFacts>(row_count);
-    if (problem.dquery.defined()) {
-      const std::size_t count = row_count * bucket;
-      dquery_bytes = count * sizeof(float);
-      dquery_sums = arena->take<float>(count);
+    launch_chunks = prepared.plan.chunk_count;
+    if (!deterministic || !prepared.planned) return;
+    // As few chunks a launch as fill a large GPU a few times over; the same on every GPU, so that results are, too.
+    constexpr std::int64_t kManyBlocks = 1024;
+    const std::int64_t chunk_blocks =
+        std::max<std::int64_t>(1, prepared.plan.capacity / tiles.keys * problem.batch * problem.key_heads * splits);
+    launch_chunks = static_cast<std::int32_t>(
+        std::clamp<std::int64_t>((kManyBlocks + chunk_blocks - 1) / chunk_blocks, 1, prepared.plan.chunk_count));
+    colors = launch_chunks * splits;
+  }
+
+  void take_bias(const BackwardProblem& problem, Arena* arena) {
+    dbias = problem.dbias;
+    dbias_count = static_cast<std::size_t>(bias_elements(problem.dbias));
+    // A bias gradient with rows has one owner for each of them then; one without needs its parts kept apart.
+    dbias_by_head = deterministic && problem.dbias.rows == 1;
+    if (dbias_by_head) {
+      dbias.batches = problem.batch, dbias.heads = problem.heads, dbias.keys = problem.keys;
+      dbias.batch_stride = problem.heads * problem.keys, dbias.head_stride = problem.keys, dbias.key_stride = 1;
+      dbias.head_divisor = 1;
+      dbias_count = static_cast<std::size_t>(problem.batch * problem.heads * problem.keys);
     }
-    const auto key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
-    key_bytes = key_count * sizeof(float);
-    if (wants_sums && problem.dkey.defined()) dkey_sums = arena->take<float>(key_count);
-    if (wants_sums && problem.dvalue.defined()) dvalue_sums = arena->take<float>(key_count);
-    if (problem.dbias.defined()) {
-      const auto count = static_cast<std::size_t>(bias_elements(problem.dbias));
-      dbias_bytes = count * sizeof(float);
-      dbias_sums =
-          problem.dbias.dtype == DType::kFloat32 ? static_cast<float*>(problem.dbias.data) : arena->take<float>(count);
-    }
+    dbias_bytes = dbias_count * sizeof(float) * static_cast<std::size_t>(dbias_by_head ? colors : 1);
+    const bool in_place = problem.dbias.dtype == DType::kFloat32 && !dbias_by_head;
+    dbias_sums = in_place ? static_cast<float*>(problem.dbias.data) : arena->take<float>(dbias_bytes / sizeof(float));
   }
 };
 
-cudaError_t clear(float* sums, std::size_t bytes, cudaStream_t stream) {
+BackwardParams backward_params(const BackwardProblem& problem, const PreparedVisibility& prepared,
+                               const BackwardScratch& scratch) {
+  BackwardParams params;
+  fill(problem, prepared, &params);
+  params.dout = problem.dout;
+  params.row_facts = scratch.row_facts;
+  params.row_tile = backward_tiles(params.head_dim).rows;
+  params.dquery_sums = scratch.dquery_sums;
+  params.dquery = problem.dquery;
+  params.dkey = problem.dkey;
+  params.dvalue = problem.dvalue;
+  params.dkey_sums = scratch.dkey_sums;
+  params.dvalue_sums = scratch.dvalue_sums;
+  params.dbias_sums = scratch.dbias_sums;
+  params.dbias = scratch.dbias;
+  params.wants_dkey = problem.dkey.defined();
+  params.wants_dvalue = problem.dvalue.defined();
+  params.uses_sums = scratch.wants_sums;
+  params.splits = scratch.splits;
+  params.chunk_limit = prepared.plan.chunk_count;
+  params.colors = scratch.colors;
+  params.key_color_stride = static_cast<std::int64_t>(scratch.key_count);
+  params.bias_color_stride = static_cast<std::int64_t>(scratch.dbias_by_head ? scratch.dbias_count : 0);
+  params.aligned = params.aligned && is_aligned(problem.dout) &&
+                   (!problem.dquery.defined() || is_aligned(problem.dquery)) &&
+                   (!problem.dkey.defined() || is_aligned(problem.dkey)) &&
+                   (!problem.dvalue.defined() || is_aligned(problem.dvalue));
+  return params;
+}
+
+cudaError_t clear(void* sums, std::size_t bytes, cudaStream_t stream) {
   return sums == nullptr || bytes == 0 ? cudaSuccess : cudaMemsetAsync(sums, 0, bytes, stream);
+}
+
+// No query row: every gradient that is asked for is zero.
+Status clear_gradients(const BackwardProblem& problem, cudaStream_t stream) {
+  constexpr std::size_t kElementBytes = 2;
+  const auto key_elements =
+      static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads * problem.head_dim);
+  const std::size_t bias_bytes = problem.dbias.dtype == DType::kFloat32 ? sizeof(float) : kElementBytes;
+  const auto dbias_elements = static_cast<std::size_t>(problem.dbias.defined() ? bias_elements(problem.dbias) : 0);
+  return Launches()
+      .then([&] { return clear(problem.dkey.data, key_elements * kElementBytes, stream); })
+      .then([&] { return clear(problem.dvalue.data, key_elements * kElementBytes, stream); })
+      .then([&] { return clear(problem.dbias.data, dbias_elements * bias_bytes, stream); })
+      .status();
+}
+
+// Blocks that own keys: their gradients, and in one go those of queries and bias.
+void launch_key_passes(const BackwardProblem& problem, const PreparedVisibility& prepared,
+                       const BackwardScratch& scratch, BackwardParams params, Launches* launches, cudaStream_t stream) {
+  // In a deterministic backward some are left to launch_query_backward.
+  if (scratch.deterministic && params.bias_by_row) params.dbias_sums = nullptr;
+  const bool wanted =
+      params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
+  if (problem.keys == 0 || !wanted) return;
+  const auto launch = [&] {
+    launches->then([&] {
+      return by_type(problem, [&]<typename Element, int kHeadDim>() {
+        return launch_backward<Element, kHeadDim>(params, prepared.planned, stream);
+      });
+    });
+  };
+  if (scratch.colors == 1) return launch();
+  params.takes_ranges = false;
+  for (std::int32_t first = 0; first < prepared.plan.chunk_count; first += scratch.launch_chunks) {
+    params.first_chunk = first;
+    params.chunk_limit = std::min(first + scratch.launch_chunks, prepared.plan.chunk_count);
+    launch();
+  }
+  params.first_chunk = params.chunk_limit = 0;
+  params.takes_ranges = true;
+  launch();
+}
+
+// From sums to gradients.
+void launch_results(const BackwardProblem& problem, const PreparedVisibility& prepared, const BackwardScratch& scratch,
+                    const BackwardParams& params, Launches* launches, cudaStream_t stream) {
+  if (scratch.dquery_sums != nullptr) {
+    launches->then([&] { return launch_query_gradients(problem, scratch.dquery_sums, stream); });
+  }
+  if (scratch.deterministic && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
+    launches->then([&] {
+      return by_type(problem, [&]<typename Element, int kHeadDim>() {
+        return launch_query_backward<Element, kHeadDim>(params, prepared.planned, stream);
+      });
+    });
+  }
+  const auto round = [&](const float* sums, const TokenView& gradient) {
+    if (sums == nullptr) return;
+    launches->then([&] { return launch_key_gradients(problem, sums, scratch.colors, gradient, stream); });
+  };
+  round(scratch.dkey_sums, problem.dkey);
+  round(scratch.dvalue_sums, problem.dvalue);
+  if (scratch.dbias_by_head) {
+    launches->then([&] { return launch_shared_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
+  } else if (problem.dbias.defined() && scratch.dbias_sums != problem.dbias.data) {
+    launches->then([&] {
+      return launch_bias_gradients(scratch.dbias_sums, bias_elements(problem.dbias), problem.dbias.dtype,
+                                   problem.dbias.data, stream);
+    });
+  }
 }
 
 }  // namespace
@@ -279,7 +312,7 @@ Status forward(const ForwardProblem& problem, void* workspace, void* stream_hand
 }
 
 Status backward_workspace(const BackwardProblem& problem, std::size_t* bytes) {
-  if (Status status = check_problem(problem); !status.ok()) return status;
+  if (Status status = check_problem(problem); !status.ok() || problem.empty()) return status;
   Arena arena(nullptr);
   PreparedVisibility prepared;
   prepared.prepare(problem, &arena, false, nullptr, nullptr);
@@ -290,64 +323,28 @@ Status backward_workspace(const BackwardProblem& problem, std::size_t* bytes) {
 
 Status backward(const BackwardProblem& problem, void* workspace, void* stream_handle) {
   auto* stream = static_cast<cudaStream_t>(stream_handle);
+  if (problem.empty()) return clear_gradients(problem, stream);
   Launches launches;
   Arena arena(workspace);
   PreparedVisibility prepared;
   prepared.prepare(problem, &arena, true, &launches, stream);
   BackwardScratch scratch;
   scratch.take(problem, prepared, &arena);
-  BackwardParams params;
-  fill(problem, prepared, &params);
-  params.dout = problem.dout;
-  params.row_facts = scratch.row_facts;
-  params.dquery_sums = scratch.dquery_sums;
-  params.dkey = problem.dkey;
-  params.dvalue = problem.dvalue;
-  params.dkey_sums = scratch.dkey_sums;
-  params.dvalue_sums = scratch.dvalue_sums;
-  params.dbias_sums = scratch.dbias_sums;
-  params.dbias = problem.dbias;
-  params.wants_dkey = problem.dkey.defined();
-  params.wants_dvalue = problem.dvalue.defined();
-  params.splits = scratch.splits;
-  params.uses_sums = scratch.wants_sums;
-  params.aligned = params.aligned && is_aligned(problem.dout) &&
-                   (!problem.dkey.defined() || is_aligned(problem.dkey)) &&
-                   (!problem.dvalue.defined() || is_aligned(problem.dvalue));
+  const BackwardParams params = backward_params(problem, prepared, scratch);
   log_call("backward", problem, prepared.planned);
   launches.then([&] { return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, stream); })
       .then([&] { return clear(scratch.dquery_sums, scratch.dquery_bytes, stream); })
       .then([&] { return clear(scratch.dkey_sums, scratch.key_bytes, stream); })
       .then([&] { return clear(scratch.dvalue_sums, scratch.key_bytes, stream); })
       .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); });
-  if (problem.keys > 0) {
-    launches.then([&] {
-      return by_type(problem, [&]<typename Element, int kHeadDim>() {
-        return launch_backward<Element, kHeadDim>(params, prepared.planned, stream);
-      });
-    });
-  }
-  if (problem.dquery.defined()) {
-    launches.then([&] { return launch_query_gradients(problem, scratch.dquery_sums, stream); });
-  }
-  if (scratch.dkey_sums != nullptr && problem.keys > 0) {
-    launches.then([&] { return launch_key_gradients(problem, scratch.dkey_sums, problem.dkey, stream); });
-  }
-  if (scratch.dvalue_sums != nullptr && problem.keys > 0) {
-    launches.then([&] { return launch_key_gradients(problem, scratch.dvalue_sums, problem.dvalue, stream); });
-  }
-  if (problem.dbias.defined() && scratch.dbias_sums != problem.dbias.data && scratch.dbias_bytes > 0) {
-    launches.then([&] {
-      return launch_bias_gradients(scratch.dbias_sums, bias_elements(problem.dbias), problem.dbias.dtype,
-                                   problem.dbias.data, stream);
-    });
-  }
+  launch_key_passes(problem, prepared, scratch, params, &launches, stream);
+  launch_results(problem, prepared, scratch, params, &launches, stream);
   return launches.status();
 }
 
 Status selection_workspace(const SelectionProblem& problem, std::size_t* bytes) {
   *bytes = selection_workspace(problem);
-  return {};
+  return check_current_device();
 }
 
 Status select_on_device(const SelectionProblem& problem, void* workspace, void* stream) {

@@ -1,11 +1,14 @@
 // The CUDA backend's entry points, called by src/api with validated problems. Work is enqueued on a stream of the
-// current device; nothing waits, nothing is allocated. Builds without CUDA have them too: they say so (absent.cpp).
+// current device; nothing waits (but for reports), nothing is allocated. Builds without CUDA have them too: they say so
+// (absent.cpp).
 #pragma once
 
 #include <cstddef>
 
 #include "api/problem.h"
+#include "flash_dmattn/plan.h"
 #include "flash_dmattn/status.h"
+#include "plan/mask_intervals.h"
 #include "selection/select_keys.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -18,5 +21,11 @@ Status backward(const BackwardProblem&, void* workspace, void* stream);
 
 Status selection_workspace(const SelectionProblem&, std::size_t* bytes);
 Status select_on_device(const SelectionProblem&, void* workspace, void* stream);
+
+// These two wait for the stream, since they answer on the host. For a problem that is not empty.
+Status plan_report_workspace(const AttentionProblem&, std::size_t* bytes);
+Status plan_report(const AttentionProblem&, void* workspace, void* stream, PlanReport*);
+Status mask_intervals_workspace(const MaskIntervalsProblem&, std::size_t* bytes);
+Status find_intervals_on_device(const MaskIntervalsProblem&, void* workspace, void* stream, bool* exact);
 
 }  // namespace flash_dmattn::internal::cuda

@@ -36,6 +36,9 @@ struct AttentionParams {
   bool aligned = false;
   Visibility visibility;
   DevicePlan plan;  // unset for what the causal rule and lengths alone hide
+  // bool, as given, whether it differs by row or not; data null: none. For decode, which needs no plan: only it reads
+  // this, and not visibility.key_mask or visibility.packed.
+  BroadcastView mask;
 };
 
 struct ForwardParams : AttentionParams {
@@ -47,18 +50,31 @@ struct ForwardParams : AttentionParams {
 // so that its probabilities come out as 0; y is delta, the sum over D of dout * out, less dlse (0 for such rows).
 using RowFacts = float2;
 
+// Gradients are added up in fp32 and rounded afterwards, except where a block alone owns a result. A mode that repeats
+// bit by bit (deterministic) gives every sum one order:
+//   - queries get theirs from a pass of their own (query_backward.cuh);
+//   - of keys whose chunks' lists overlap, launches take a few chunks at a time, each with sums (a color) of its own;
+//   - gradients of a per-key bias are kept apart by query head.
 struct BackwardParams : AttentionParams {
   TokenView dout;
-  const RowFacts* row_facts = nullptr;  // RowFacts (B, H, Sq rounded up to whole tiles of rows)
-  float* dquery_sums = nullptr;  // (B, H, row tiles, tile in the order of the kernel's registers); null: not asked for
-  TokenView dkey, dvalue;        // contiguous, written when there is no plan; data null: not asked for
-  float* dkey_sums = nullptr;    // (B, Sk, Hkv, D) fp32, added to when there is a plan or the work is split
-  float* dvalue_sums = nullptr;
-  float* dbias_sums = nullptr;  // fp32 in the bias's own (contiguous) shape; null: not asked for
-  BroadcastView dbias;          // its strides, data null: not asked for
+  const RowFacts* row_facts = nullptr;  // (B, H, Sq rounded up to whole tiles of row_tile rows)
+  std::int32_t row_tile = 0;
+  float* dquery_sums = nullptr;  // (B, H, row tiles, tile in the order of the kernel's registers); null: not wanted
+  TokenView dquery;              // contiguous, for query_backward.cuh; data null: not wanted
+  TokenView dkey, dvalue;        // contiguous, written unless uses_sums; data null: not wanted
+  float *dkey_sums = nullptr, *dvalue_sums = nullptr;  // (colors, B, Sk, Hkv, bucket), added to if uses_sums
+  float* dbias_sums = nullptr;                         // (colors, as `dbias` says), added to; null: not wanted
+  BroadcastView dbias;                                 // strides of dbias_sums
   bool wants_dkey = false, wants_dvalue = false;
-  bool uses_sums = false;   // dkey_sums and dvalue_sums, those that are asked for
+  bool uses_sums = false;
   std::int32_t splits = 1;  // blocks that share a tile of keys, each with some of the group's heads
+
+  // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.
+  std::int32_t first_chunk = 0, chunk_limit = 0;
+  bool takes_ranges = true;
+  // If colors > 1, chunk c and share s of the splits add to sums of color (c - first_chunk) * splits + s.
+  std::int32_t colors = 1;
+  std::int64_t key_color_stride = 0, bias_color_stride = 0;  // in elements
 };
 
 }  // namespace flash_dmattn::internal::cuda

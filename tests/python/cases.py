@@ -10,6 +10,7 @@ import flash_dmattn
 import torch
 from oracle import Case, reduce_like, visibility
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 NAN, INF = math.nan, math.inf
 _INPUTS = ("query", "key", "value", "bias")
@@ -23,7 +24,7 @@ def make_case(
     keys: int = 47,
     head_dim: int = 32,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     mask: tuple[int, ...] | None = None,
     bias: tuple[int, ...] | None = None,
     bias_dtype: torch.dtype | None = None,
@@ -32,22 +33,51 @@ def make_case(
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """Normal inputs; `mask` and `bias` are shapes; `density` is the share of visible keys in the mask."""
+    """Normal inputs, the same on every device; `mask` and `bias` are shapes, `density` is the mask's share of True."""
+    dtype = dtype or default_dtype()
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device="cpu")
 
-    return Case(
+    case = Case(
         query=normal(batch, rows, heads, head_dim).to(dtype),
         key=normal(batch, keys, key_heads, head_dim).to(dtype),
         value=normal(batch, keys, key_heads, head_dim).to(dtype),
         dout=normal(batch, rows, heads, head_dim).to(dtype),
-        mask=None if mask is None else torch.rand(mask, generator=generator) < density,
+        mask=None if mask is None else torch.rand(mask, generator=generator, device="cpu") < density,
         bias=None if bias is None else normal(*bias).to(bias_dtype or dtype),
         dlse=normal(batch, heads, rows).to(lse_dtype(dtype)) if with_dlse else None,
         options=options,
     )
+    return Case(**to_device(vars(case)))
+
+
+def to_device(tree: Any) -> Any:
+    """The same with every tensor on the device that the test runs on."""
+    device = torch.get_default_device()
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
+
+
+def dtypes() -> list[torch.dtype]:
+    """Those that the device's kernels take."""
+    low = [torch.bfloat16, torch.float16]
+    return [torch.float32, *low, torch.float64] if torch.get_default_device().type == "cpu" else low
+
+
+def default_dtype() -> torch.dtype:
+    return dtypes()[0]
+
+
+def precise_dtype() -> torch.dtype:
+    return dtypes()[-1] if torch.float64 in dtypes() else torch.bfloat16
+
+
+def assert_near(result: Tensor, expected: Tensor) -> None:
+    """For two ways to compute the same, or float64 and an exact result: equal up to rounding."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(result.dtype, 3e-2)
+    largest = float(expected[expected.isfinite()].abs().max()) if expected.isfinite().any() else 0.0
+    torch.testing.assert_close(result, expected.to(result.dtype), rtol=tolerance, atol=tolerance * max(1.0, largest))
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

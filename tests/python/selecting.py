@@ -26,7 +26,7 @@ def visible_keys(
     values = scores.tolist()  # exact: every dtype fits a float
     hidden = None if key_mask is None else key_mask.logical_not().expand(batch, heads, keys).tolist()
     lengths = [keys] * batch if seqlens_k is None else [min(max(n, 0), keys) for n in seqlens_k.tolist()]
-    visible = torch.zeros(batch, heads, rows, keys, dtype=torch.bool)
+    visible = torch.zeros(batch, heads, rows, keys, dtype=torch.bool, device="cpu")
     for b in range(batch):
         for h in range(heads):
             # By score and then by index; all NaNs are one score above all others (-0.0 == 0.0 in Python, too).
@@ -40,4 +40,4 @@ def visible_keys(
                 last = row + lengths[b] - rows if causal else keys
                 kept = sorted((j for j in eligible if j <= last), key=lambda j, rank=rank: rank[j], reverse=True)
                 visible[b, h, row, kept[:window]] = True
-    return visible
+    return visible.to(scores.device)

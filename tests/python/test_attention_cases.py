@@ -7,10 +7,22 @@ from dataclasses import replace
 import flash_dmattn
 import pytest
 import torch
-from cases import INF, NAN, assert_same_bits, lse_dtype, make_case, poison_unseen, relayout, run_library
+from cases import (
+    INF,
+    NAN,
+    assert_same_bits,
+    default_dtype,
+    dtypes,
+    lse_dtype,
+    make_case,
+    poison_unseen,
+    relayout,
+    run_library,
+)
 from compare import assert_case_close
 from oracle import visibility
 
+pytestmark = pytest.mark.devices("cpu", "cuda")
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -18,7 +30,7 @@ def lengths(*counts: int) -> torch.Tensor:
     return torch.tensor(counts, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 32, 40, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 7, 8, 32, 33, 40, 64, 80, 96, 128, 129, 192, 255, 256])
 def test_head_dims(dtype: torch.dtype, head_dim: int) -> None:
     case = make_case(head_dim=head_dim, dtype=dtype, mask=(2, 1, 33, 47), bias=(2, 4, 33, 47), with_dlse=True)
     assert_case_close(case, run_library(case))
@@ -55,18 +67,17 @@ def test_zero_sizes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("feature", ["causal", "window", "blocks", "random", "few_keys", "documents"])
 def test_many_tiles(rows: int, keys: int, feature: str) -> None:
     """Several chunks of rows and blocks of listed keys, with the mask structures that a plan tells apart."""
-    dtype = LOW[keys % 3 == 0] if feature in ("window", "few_keys") else torch.float32
+    dtype = LOW[keys % 3 == 0] if feature in ("window", "few_keys") else default_dtype()
     case = make_case(1, 2, 1, rows, keys, dtype=dtype, bias=(1, 2, 1, keys), is_causal=feature == "causal")
     row, key = torch.arange(rows)[:, None], torch.arange(keys)
-    generator = torch.Generator().manual_seed(1)
     mask = {
         "causal": None,
         "window": (key <= row) & (key > row - 200),
-        "blocks": (torch.rand(rows // 50 + 1, keys // 30 + 1, generator=generator) < 0.2)
+        "blocks": (torch.rand(rows // 50 + 1, keys // 30 + 1) < 0.2)
         .repeat_interleave(50, 0)
         .repeat_interleave(30, 1)[:rows, :keys],
-        "random": torch.rand(rows, keys, generator=generator) < 0.02,
-        "few_keys": (torch.rand(1, keys, generator=generator) < 0.4),
+        "random": torch.rand(rows, keys) < 0.02,
+        "few_keys": (torch.rand(1, keys) < 0.4),
         "documents": row // 170 == key // 170,
     }[feature]
     case = poison_unseen(replace(case, mask=mask))
@@ -111,7 +122,7 @@ def test_mask_forms(form: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("bias_dtype", ["query", "float32"])
 def test_bias_forms(form: tuple[int, ...], bias_dtype: str) -> None:
-    dtype = (torch.float32, *LOW, torch.float64)[FORMS.index(form) % 4]
+    dtype = dtypes()[FORMS.index(form) % len(dtypes())]
     as_float32 = torch.float32 if bias_dtype == "float32" else None
     case = make_case(dtype=dtype, bias=form, bias_dtype=as_float32, is_causal=True)
     got = run_library(case)
@@ -305,6 +316,7 @@ def test_causal_is_the_mask_it_stands_for(dtype: torch.dtype) -> None:
     assert_case_close(case, right)
 
 
+@pytest.mark.devices("cpu")
 def test_merging_partial_results_by_lse() -> None:
     """lse and its gradient are enough to join attention over two halves of the keys."""
     case = make_case(dtype=torch.float64, keys=48)

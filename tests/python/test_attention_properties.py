@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
-from cases import INF, NAN, assert_same_bits, make_case, poison_unseen, relayout, run_library
+from cases import INF, NAN, assert_same_bits, dtypes, make_case, poison_unseen, relayout, run_library
 from compare import assert_case_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Case, broadcast, visibility
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+pytestmark = pytest.mark.devices("cpu", "cuda")
 LAYOUTS = ["contiguous", "transposed", "padded", "offset", "strided"]
-HEAD_DIMS = [1, 2, 7, 8, 16, 32, 40, 64, 65, 96, 128]
+HEAD_DIMS = [1, 2, 7, 8, 16, 32, 40, 64, 65, 96, 128, 200, 256]
 
 
 @st.composite
@@ -43,7 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
     case = make_case(
         *sizes,
         head_dim,
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=draw(st.sampled_from(dtypes())),
         mask=draw(forms(*sizes)),
         bias=draw(forms(*sizes)),
         bias_dtype=draw(st.sampled_from([None, torch.float32])),

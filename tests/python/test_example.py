@@ -22,7 +22,7 @@ from language_model.text import load_text  # noqa: E402
 STEPS = 100
 PAUSE = 35
 TINY = ["--context", "64", "--window", "16", "--batch-size", "8", "--layers", "2", "--width", "32", "--sample", "20"]
-TINY += ["--max-bytes", "2000000", "--checkpoint-every", "20", "--learning-rate", "0.01"]
+TINY += ["--max-bytes", "2000000", "--checkpoint-every", "20", "--learning-rate", "0.01", "--device", "cpu"]
 OUTPUTS = ["checkpoint.pt", "loss.png", "sample.txt", "summary.json", "visible_keys.png"]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import make_case, relayout, run_library
+from cases import assert_near, default_dtype, make_case, relayout, run_library, to_device
 from compare import assert_case_close
 from flash_dmattn import (
     KeyIntervals,
@@ -31,13 +31,14 @@ from torch.library import opcheck
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.devices("cpu", "cuda")
 ROWS, KEYS = 33, 47
 CAUSAL = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS)
 
 
 def top_mask(heads: int = 2, window: int = 9) -> Tensor:
     """What users of torch.topk make: (2, heads, ROWS, KEYS)."""
-    return topk_mask(torch.randn(2, heads, KEYS), CAUSAL[None, None], window, torch.finfo(torch.float32).min)
+    return topk_mask(torch.randn(2, heads, KEYS), to_device(CAUSAL)[None, None], window, torch.finfo(torch.float32).min)
 
 
 def random_mask(*shape: int) -> Tensor:
@@ -49,8 +50,8 @@ MASKS: dict[str, tuple[Callable[[], Tensor | KeyIntervals], str]] = {
     "top": (top_mask, "intervals"),
     "top_of_all_heads": (lambda: top_mask(4), "intervals"),
     "window": (lambda: KeyIntervals.sliding_window(5, 2, ROWS, KEYS).dense_mask(ROWS), "intervals"),
-    "rows_and_keys": (lambda: CAUSAL, "intervals"),
-    "expanded_heads": (lambda: CAUSAL.expand(2, 4, ROWS, KEYS), "intervals"),
+    "rows_and_keys": (lambda: to_device(CAUSAL), "intervals"),
+    "expanded_heads": (lambda: to_device(CAUSAL).expand(2, 4, ROWS, KEYS), "intervals"),
     "strided": (lambda: relayout(top_mask(), "strided"), "intervals"),
     "transposed": (lambda: top_mask().transpose(2, 3).contiguous().transpose(2, 3), "intervals"),
     "intervals": (lambda: select_keys(torch.randn(1, 2, KEYS), 9, seqlen_q=ROWS), "intervals"),
@@ -94,7 +95,7 @@ def test_what_the_causal_rule_hides_may_be_anything(shape: tuple[int, int], leng
     """Also where fewer keys exist than the mask was prepared for, whose causal rule is another one."""
     rows, keys = shape
     if lengths is not None:
-        lengths = lengths.clamp(max=keys)
+        lengths = to_device(lengths).clamp(max=keys)
     visible = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
     intervals = select_keys(torch.randn(2, 2, keys), 9, seqlen_q=rows)
     cut = torch.where(visible, intervals.dense_mask(rows), random_mask(2, 2, rows, keys))
@@ -143,13 +144,14 @@ def test_is_taken_wherever_a_mask_is() -> None:
     result = flash_dmattn_func(*tensors, prepared, case.bias, is_causal=True, return_attn_probs=True)
     expected = flash_dmattn_func(*tensors, mask, case.bias, is_causal=True, return_attn_probs=True)
     for tensor, other in zip(result, expected, strict=True):
-        torch.testing.assert_close(tensor, other)
+        assert_near(tensor, other)
     bound = flash_dmattn_func_auto("cpu", attn_mask=prepared)
-    torch.testing.assert_close(bound(*tensors, attn_bias=case.bias, is_causal=True), expected[0])
+    assert_near(bound(*tensors, attn_bias=case.bias, is_causal=True), expected[0])
     report = plan_report(case.query, case.key, mask=prepared, is_causal=True)
     assert report.kept_scores == plan_report(case.query, case.key, mask=mask, is_causal=True).kept_scores
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("kind", ["intervals", "prepared intervals", "prepared keys", "prepared mask"])
 def test_flex_takes_intervals_and_prepared_masks(kind: str) -> None:
     torch._dynamo.reset()
@@ -175,7 +177,7 @@ def test_shared_by_layers_and_recomputed_checkpoints() -> None:
     query = case.query.requires_grad_()
 
     def layer(query: Tensor, mask: PreparedMask) -> Tensor:
-        return attention(query, case.key, case.value, mask=mask, is_causal=True)
+        return attention(query, case.key, case.value, mask=mask, is_causal=True, deterministic=True)
 
     def gradient(run: Callable[[Tensor, PreparedMask], Tensor]) -> Tensor:
         return torch.autograd.grad(run(run(query, prepared), prepared).square().sum(), query)[0]
@@ -195,7 +197,8 @@ def test_compiles(kind: str, dynamic: bool) -> None:
         dynamic=dynamic,
     )
     for rows, keys in ((5, 7), (9, 9), (6, 20)):
-        query, key = torch.randn(2, rows, 4, 8, requires_grad=True), torch.randn(2, keys, 2, 8)
+        query, key = (torch.randn(2, *shape, 8).to(default_dtype()) for shape in ((rows, 4), (keys, 2)))
+        query.requires_grad_()
         mask = {
             "intervals": select_keys(torch.randn(2, 2, keys), 3, seqlen_q=rows).dense_mask(rows),
             "keys": random_mask(2, 1, keys),
@@ -204,17 +207,17 @@ def test_compiles(kind: str, dynamic: bool) -> None:
         prepared = prepare_mask(mask)
         assert prepared.kind == kind
         out, expected = compiled(query, key, prepared), attention(query, key, key, mask=mask, is_causal=True)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), query) for o in (out, expected)))
+        assert_near(out, expected)
+        assert_near(*(torch.autograd.grad(o.square().sum(), query)[0] for o in (out, expected)))
     torch._dynamo.reset()
 
 
 def test_compiled_code_refuses_other_shapes() -> None:
     torch._dynamo.reset()
-    prepared = prepare_mask(CAUSAL)
+    prepared = prepare_mask(to_device(CAUSAL))
     compiled = torch.compile(lambda query: attention(query, query, query, mask=prepared), backend="aot_eager")
     with pytest.raises(ValueError, match="mask must have been prepared for these shapes"):
-        compiled(torch.randn(2, ROWS, 4, 8))
+        compiled(torch.randn(2, ROWS, 4, 8).to(default_dtype()))
     torch._dynamo.reset()
 
 
@@ -224,18 +227,19 @@ def test_vmaps() -> None:
     assert prepared.kind == "intervals"
     begin, end = (bound.view(2, 2, 2, KEYS) for bound in (prepared.intervals.begin, prepared.intervals.end))
     mapped = pytree.tree_unflatten([begin, end], pytree.tree_structure(prepared))
-    query, key = torch.randn(2, 2, ROWS, 4, 8), torch.randn(2, KEYS, 2, 8)
+    query, key = (torch.randn(*shape, 8).to(default_dtype()) for shape in ((2, 2, ROWS, 4), (2, KEYS, 2)))
 
     def call(query: Tensor, mask: PreparedMask) -> Tensor:
         return attention(query, key, key, mask=mask)
 
     expected = torch.stack([attention(q, key, key, mask=mask) for q, mask in zip(query, masks, strict=True)])
-    torch.testing.assert_close(torch.vmap(call)(query, mapped), expected)
+    assert_near(torch.vmap(call)(query, mapped), expected)
 
 
 # ---- As an object
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("kind", ["intervals", "keys", "mask"])
 def test_is_frozen_copies_and_moves(kind: str) -> None:
     made = {"intervals": top_mask, "keys": lambda: random_mask(2, 1, KEYS), "mask": lambda: random_mask(2, 2, 33, 47)}
@@ -255,6 +259,7 @@ def test_is_frozen_copies_and_moves(kind: str) -> None:
     assert (prepared.mask is not None and prepared.mask.data_ptr() == mask.data_ptr()) == (kind != "intervals")
 
 
+@pytest.mark.devices("cpu")
 def test_repr() -> None:
     assert repr(prepare_mask(torch.ones(2, 1, 1, 3000, dtype=torch.bool), is_causal=True)) == (
         "PreparedMask(keys: one bool per key, 5.9 KiB; B 2, heads 1, Sq any, Sk 3000, is_causal=True, device=cpu)"
@@ -275,6 +280,7 @@ PREPARE_ERRORS = {
 }
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"), PREPARE_ERRORS.values(), ids=PREPARE_ERRORS.keys()
 )
@@ -295,6 +301,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("function", [attention, flash_dmattn_func, flex_dmattn_func, plan_report])
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refuses_what_it_was_not_made_for(make: Callable, message: str, function: Callable) -> None:
@@ -314,13 +321,13 @@ def test_dense_mask_needs_the_rows() -> None:
         prepared.dense_mask()
     assert prepared.dense_mask(3).shape == (1, 1, 3, KEYS)
     with pytest.raises(ValueError, match="seqlen_q must be the 33 that the mask was made for; got 3"):
-        prepare_mask(CAUSAL).dense_mask(3)
+        prepare_mask(to_device(CAUSAL)).dense_mask(3)
 
 
 def test_operator() -> None:
     operator = torch.ops.flash_dmattn.mask_intervals.default
     opcheck(operator, (top_mask(), True), test_utils="test_schema")
     with pytest.raises(ValueError, match="mask must have 4 dimensions"):
-        operator(CAUSAL, False)
+        operator(to_device(CAUSAL), False)
     with pytest.raises(ValueError, match="mask must be bool"):
         operator(torch.zeros(1, 1, 3, 3), False)

@@ -23,6 +23,8 @@ SELECT = torch.ops.flash_dmattn.select_keys.default
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
+pytestmark = pytest.mark.devices("cpu", "cuda")
+
 
 def assert_selects(scores: Tensor, window: int, rows: int, **options: object) -> KeyIntervals:
     intervals = select_keys(scores, window, seqlen_q=rows, **options)
@@ -41,7 +43,7 @@ def assert_selects(scores: Tensor, window: int, rows: int, **options: object) ->
 
 def special_values(dtype: torch.dtype) -> list[float]:
     info = torch.finfo(dtype)
-    next_to_lowest = torch.nextafter(torch.tensor(info.min, dtype=dtype), torch.tensor(0.0, dtype=dtype)).item()
+    next_to_lowest = torch.nextafter(*torch.tensor([info.min, 0.0], dtype=dtype, device="cpu")).item()
     subnormal = info.smallest_normal / 2
     return [NAN, -NAN, INF, -INF, info.min, info.max, next_to_lowest, 0.0, -0.0, 1.0, -1.0, subnormal, -subnormal]
 
@@ -219,6 +221,7 @@ SELECT_ERRORS = {
 }
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize(("scores", "options", "kind", "message"), SELECT_ERRORS.values(), ids=SELECT_ERRORS.keys())
 def test_errors_name_the_argument(scores: object, options: dict, kind: type, message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
@@ -340,6 +343,7 @@ INTERSECTION_ERRORS = {
 }
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize(("other", "kind", "message"), INTERSECTION_ERRORS.values(), ids=INTERSECTION_ERRORS.keys())
 def test_intersection_errors(other: object, kind: type, message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
@@ -386,12 +390,14 @@ CONSTRUCTOR_ERRORS = {
 }
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize(("make", "kind", "message"), CONSTRUCTOR_ERRORS.values(), ids=CONSTRUCTOR_ERRORS.keys())
 def test_constructor_errors(make: object, kind: type, message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         make()
 
 
+@pytest.mark.devices("cpu")
 def test_is_frozen_printable_and_moves() -> None:
     intervals = KeyIntervals.sliding_window(1, 0, 3)
     with pytest.raises(dataclasses.FrozenInstanceError):

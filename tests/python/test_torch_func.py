@@ -6,16 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import assert_near, precise_dtype
 from flash_dmattn import attention
 from torch import Tensor
 from torch.func import grad, vmap
 
 # Without a batching rule torch loops over the mapped dimension, and only says so.
-pytestmark = pytest.mark.filterwarnings("error:.*performance drop")
-
-
-def assert_close(result: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+pytestmark = [pytest.mark.filterwarnings("error:.*performance drop"), pytest.mark.devices("cpu", "cuda")]
 
 
 VMAP_SIZE = 3
@@ -38,7 +35,7 @@ def mapped_inputs(in_dims: tuple, mask: tuple, bias: tuple, batch: int) -> list[
         if dim is not None:
             dim = min(dim, len(size))
             size = (*size[:dim], VMAP_SIZE, *size[dim:])
-        tensors.append(torch.randn(size, dtype=torch.float64))
+        tensors.append(torch.randn(size, dtype=precise_dtype()))
     tensors[3] = tensors[3] > -0.5
     tensors[5] = torch.randint(1, 8, tensors[5].shape, dtype=torch.int32)
     return tensors
@@ -74,7 +71,7 @@ def test_vmap_equals_a_loop(batch: int, in_dims: tuple, mask: tuple, bias: tuple
     tensors = mapped_inputs(in_dims, mask, bias, batch)
     results = vmap(mapped_attention, in_dims)(*tensors)
     for result, expected in zip(results, loop(mapped_attention, in_dims, tensors), strict=True):
-        assert_close(result, expected)
+        assert_near(result, expected)
 
     def gradients(*arguments: Tensor) -> tuple[Tensor, ...]:
         def loss(*arguments: Tensor) -> Tensor:
@@ -85,7 +82,7 @@ def test_vmap_equals_a_loop(batch: int, in_dims: tuple, mask: tuple, bias: tuple
 
     results = vmap(gradients, in_dims)(*tensors)
     for result, expected in zip(results, loop(gradients, in_dims, tensors), strict=True):
-        assert_close(result, expected)
+        assert_near(result, expected)
 
 
 def test_vmap_within_grad() -> None:
@@ -98,14 +95,14 @@ def test_vmap_within_grad() -> None:
     mapped = grad(lambda *t: loss(vmap(mapped_attention, in_dims), *t), argnums=(0, 1, 2, 4))(*tensors)
     looped = grad(lambda *t: loss(lambda *u: loop(mapped_attention, in_dims, u), *t), argnums=(0, 1, 2, 4))(*tensors)
     for result, expected in zip(mapped, looped, strict=True):
-        assert_close(result, expected)
+        assert_near(result, expected)
 
 
 def test_vmap_within_vmap() -> None:
-    query = torch.randn(2, 3, 1, 5, 4, 8).double()
+    query = torch.randn(2, 3, 1, 5, 4, 8, dtype=precise_dtype())
     mapped = vmap(vmap(lambda q: attention(q, q, q, is_causal=True)))(query)
     flat = query.reshape(6, 5, 4, 8)
-    assert_close(mapped, attention(flat, flat, flat, is_causal=True).reshape(query.shape))
+    assert_near(mapped, attention(flat, flat, flat, is_causal=True).reshape(query.shape))
 
 
 def test_vmapped_bias_gradient_is_summed_in_float32() -> None:
@@ -129,4 +126,4 @@ def test_second_derivative_within_torch_func_is_refused() -> None:
         return grad(lambda q: attention(q, q.detach(), q.detach()).square().sum())(query).sum()
 
     with pytest.raises(RuntimeError, match="no second derivative"):
-        grad(slope)(torch.randn(1, 5, 4, 8).double())
+        grad(slope)(torch.randn(1, 5, 4, 8, dtype=precise_dtype()))

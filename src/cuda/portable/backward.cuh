@@ -21,6 +21,7 @@ struct KeyBlock {
   int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
   int tile;                                   // of kKeys: in the chunk's list, or of all keys
   bool listed;                                // tile of a list
+  int color;                                  // of the sums it adds to
 };
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
@@ -188,12 +189,13 @@ struct BackwardBlock {
   }
 
   __device__ void read_key_bias(int head) const {
-    if (kRowBias || !params.bias.defined()) return;
-    for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
-      const int key = shared.key[place];
-      shared.bias[place] = key < 0 ? 0
-                                   : kLog2E * load_bias<Element>(params.bias, params.bias.offset(block.batch, head) +
-                                                                                  key * params.bias.key_stride);
+    if constexpr (!kRowBias) {
+      if (!params.bias.defined()) return;
+      for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
+        const int key = shared.key[place];
+        const std::int64_t offset = params.bias.offset(block.batch, head) + key * params.bias.key_stride;
+        shared.bias[place] = key < 0 ? 0 : kLog2E * load_bias<Element>(params.bias, offset);
+      }
     }
   }
 
@@ -219,21 +221,20 @@ struct BackwardBlock {
                   true);
   }
 
-  // Rows that see no key are zeros, whatever they hold.
-  __device__ void load_row_tile(DimTile target, const TokenView& tokens, Step step, int slot) const {
-    const auto* base = static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
-                       step.head * tokens.head_stride + step.first_row() * tokens.token_stride;
-    load_rows<kRows, kHeadDim, kThreads>(
-        target,
+  // Queries and output gradients. Rows that see no key are zeros, whatever they hold.
+  __device__ void load_step(Step step, int stage, int slot) const {
+    const auto at = [&](const TokenView& tokens) {
+      return static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
+             step.head * tokens.head_stride + step.first_row() * tokens.token_stride;
+    };
+    const std::uint16_t *query = at(params.query), *dout = at(params.dout);
+    load_row_pairs<kRows, kHeadDim, kThreads>(
+        queries(stage), output_gradients(stage),
         [&](int row, bool aligned) {
-          return RowSource{row_pointer(base, row, tokens, aligned), shared.row_facts[slot][row].x != INFINITY};
+          return RowSourcePair{row_pointer(query, row, params.query, aligned),
+                               row_pointer(dout, row, params.dout, aligned), shared.row_facts[slot][row].x != INFINITY};
         },
         params.head_dim, params.aligned);
-  }
-
-  __device__ void load_step(Step step, int stage, int slot) const {
-    load_row_tile(queries(stage), params.query, step, slot);
-    load_row_tile(output_gradients(stage), params.dout, step, slot);
   }
 
   __device__ void make_words(Step step, int buffer) const {
@@ -422,24 +423,24 @@ struct BackwardBlock {
     const BroadcastView& dbias = params.dbias;
     float* sums = params.dbias_sums + dbias.offset(block.batch, step.head);
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const int row = step.first_row() + row_of(i);
+    for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
+      for (int pair = 0; pair < 2; ++pair) {
+        const int key = shared.key[column_of(n) + pair];
+        float* key_sums = sums + key * dbias.key_stride;
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
+        for (int i = 0; i < kThreadRows; ++i) {
           const float gradient = gradients[i / 2][n][2 * (i % 2) + pair];
-          const int key = shared.key[column_of(n) + pair];
-          if (key < 0 || row >= params.rows || gradient == 0) continue;
-          atomicAdd(sums + row * dbias.row_stride + key * dbias.key_stride, gradient);
+          const int row = recomputed(step.first_row() + row_of(i));
+          if (key >= 0 && row < params.rows && gradient != 0) atomicAdd(key_sums + row * dbias.row_stride, gradient);
         }
-    }
+      }
   }
 
   // Adds what the steps of some query heads left and starts anew.
   __device__ void flush_key_bias_gradients(int head) const {
     __syncthreads();
-    float* sums = params.dbias_sums + params.dbias.offset(block.batch, head);
+    float* sums = params.dbias_sums + block.color * params.bias_color_stride + params.dbias.offset(block.batch, head);
     for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
       float sum = 0;
 #pragma unroll
@@ -572,8 +573,9 @@ struct BackwardBlock {
 
   __device__ void store_results() const {
     if (params.uses_sums) {
-      if (params.wants_dkey) add_to_sums(dkeys, params.dkey_sums, params.scale);
-      if (params.wants_dvalue) add_to_sums(dvalues, params.dvalue_sums, 1);
+      const std::int64_t color = block.color * params.key_color_stride;
+      if (params.wants_dkey) add_to_sums(dkeys, params.dkey_sums + color, params.scale);
+      if (params.wants_dvalue) add_to_sums(dvalues, params.dvalue_sums + color, 1);
       return;
     }
     __syncthreads();
@@ -647,10 +649,10 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
   using Config = BackwardConfig<kHeadDim>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  // Tiles of all keys; then, in a plan, tiles of every chunk's list.
-  const int key_tiles = (params.keys + Config::kKeys - 1) / Config::kKeys;
+  // Tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
+  const int key_tiles = params.takes_ranges ? (params.keys + Config::kKeys - 1) / Config::kKeys : 0;
   const int list_tiles = kPlanned ? params.plan.capacity / Config::kKeys : 0;
-  const int tiles = key_tiles + list_tiles * params.plan.chunk_count;
+  const int tiles = key_tiles + list_tiles * (params.chunk_limit - params.first_chunk);
   const int index = static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles));
   const int part = static_cast<int>(blockIdx.x / static_cast<unsigned>(tiles));
   const int heads = params.group / params.splits;
@@ -665,10 +667,14 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
   block.first_chunk = 0;
   block.end_chunk = params.plan.chunk_count;
   block.plan_chunk = 0;
+  // Heads of a group that have lists of their own add to sums of their own.
+  block.color = params.colors > 1 ? part % params.splits : 0;
   if constexpr (kPlanned) {
     block.plan_chunk = static_cast<int>(params.plan.first_chunk(block.batch, block.first_head));
     if (block.listed) {
-      block.first_chunk = (index - key_tiles) / list_tiles;
+      const int chunk = (index - key_tiles) / list_tiles;
+      if (params.colors > 1) block.color += chunk * params.splits;
+      block.first_chunk = params.first_chunk + chunk;
       block.end_chunk = block.first_chunk + 1;
       block.plan_chunk += block.first_chunk;
       block.tile = (index - key_tiles) % list_tiles;

@@ -290,8 +290,7 @@ struct ForwardBlock {
                         kBlockUnits << (recomputed(first_row) % kChunkRows / kUnitRows));
   }
   __device__ typename Tiles::InFlight request_facts(int tile, int buffer) {
-    return planned.template request_facts<Element, kRowBias>(params, tile, buffer, recomputed(batch), recomputed(head),
-                                                             existing, recomputed(first_row));
+    return planned.template request_facts<Element>(params, tile, buffer, existing);
   }
   __device__ void make_facts(const typename Tiles::InFlight& flight, int tile, int buffer) {
     planned.make_facts(params.visibility, flight, tile, buffer, existing, first_row);
@@ -311,7 +310,7 @@ struct ForwardBlock {
   }
 
   __device__ void run_planned() {
-    planned.start(params.plan, chunk);
+    planned.template start<Element, kRowBias>(params, chunk, batch, head, first_row);
     load_queries();
     // Tiles this far ahead of the one that is computed.
     int tile = next_planned();

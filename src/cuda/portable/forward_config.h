@@ -12,8 +12,9 @@ namespace flash_dmattn::internal::cuda {
 template <int kHeadDimBucket, bool kPlanned, bool kRowBias>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
-  static constexpr int kWarps = kHeadDim == 192 ? 8 : 4;
-  static constexpr int kWarpRows = kHeadDim <= 128 ? 32 : 16;
+  // A bias with rows of its own takes registers too.
+  static constexpr int kWarpRows = kHeadDim <= (kRowBias ? 64 : 128) ? 32 : 16;
+  static constexpr int kWarps = kHeadDim == 192 || (kRowBias && (kHeadDim == 96 || kHeadDim == 128)) ? 8 : 4;
   static constexpr int kTileKeys = kHeadDim <= 64 && !kPlanned && !kRowBias ? 128 : 64;
 
   static constexpr int kThreads = 32 * kWarps;
@@ -25,7 +26,7 @@ struct ForwardConfig {
   static constexpr std::size_t kQueryBytes = std::size_t{kRows} * kHeadDim * 2;
   static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
   static constexpr std::size_t kPlanBytes =
-      std::size_t{kTileKeys} * 4 * (2 * (kWords + 2) + kWords + 4) + 16 * kWarps + 8;
+      40 + std::size_t{kTileKeys} * 4 * (2 * (kWords + 2) + kWords + 4) + 16 * kWarps + 8;
   static constexpr std::size_t kSharedBytes = kQueryBytes + 2 * kTileBytes + (kPlanned ? kPlanBytes : 0);
 };
 

@@ -6,6 +6,7 @@
 
 #include "cuda/portable/backward_config.h"
 #include "cuda/portable/launch.h"
+#include "cuda/portable/tokens.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace flash_dmattn::internal::cuda {
@@ -24,7 +25,7 @@ __device__ float to_float(std::uint16_t bits) {
 }
 
 // kLanes neighbouring lanes share a row.
-template <typename Element, int kLanes>
+template <typename Element, int kLanes, typename Index>
 __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem, std::int64_t padded_rows,
                                  RowFacts* facts) {
   const std::int64_t rows = problem.batch * padded_rows * problem.heads;
@@ -35,8 +36,11 @@ __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem
   const std::int64_t warp_first = first - (threadIdx.x % 32) / kLanes;
   for (std::int64_t round = 0; warp_first + round < rows; round += step) {
     const std::int64_t index = first + round;
-    const std::int64_t head = index % problem.heads, row = index / problem.heads % padded_rows;
-    const std::int64_t batch = index / problem.heads / padded_rows;
+    // Divisions of 64 bits would take longer than everything else.
+    const auto position = static_cast<Index>(index), heads = static_cast<Index>(problem.heads);
+    const std::int64_t head = position % heads;
+    const std::int64_t row = position / heads % static_cast<Index>(padded_rows);
+    const std::int64_t batch = position / heads / static_cast<Index>(padded_rows);
     const bool exists = index < rows && row < problem.rows;
     float lse = -INFINITY;
     if (exists) lse = static_cast<const float*>(problem.lse)[(batch * problem.heads + head) * problem.rows + row];
@@ -84,62 +88,65 @@ template <typename Element>
 cudaError_t row_facts_of(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
                          cudaStream_t stream) {
   const std::int64_t rows = problem.batch * padded_rows * problem.heads;
-  const auto launch = [&](auto kernel, int lanes) {
-    kernel<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(problem, padded_rows, facts);
+  const auto launch = [&](auto small, auto large, int lanes) {
+    // A round past the last row is computed too, and must not wrap around.
+    (rows < 1ll << 31 ? small : large)<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(problem, padded_rows, facts);
     return cudaGetLastError();
   };
-  if (problem.head_dim <= 32) return launch(row_facts_kernel<Element, 4>, 4);
-  if (problem.head_dim <= 64) return launch(row_facts_kernel<Element, 8>, 8);
-  if (problem.head_dim <= 128) return launch(row_facts_kernel<Element, 16>, 16);
-  return launch(row_facts_kernel<Element, 32>, 32);
+  using Small = std::uint32_t;
+  using Large = std::uint64_t;
+  if (problem.head_dim <= 32)
+    return launch(row_facts_kernel<Element, 4, Small>, row_facts_kernel<Element, 4, Large>, 4);
+  if (problem.head_dim <= 64)
+    return launch(row_facts_kernel<Element, 8, Small>, row_facts_kernel<Element, 8, Large>, 8);
+  if (problem.head_dim <= 128) {
+    return launch(row_facts_kernel<Element, 16, Small>, row_facts_kernel<Element, 16, Large>, 16);
+  }
+  return launch(row_facts_kernel<Element, 32, Small>, row_facts_kernel<Element, 32, Large>, 32);
 }
 
-// One block a tile of rows, in the order in which backward_kernel's threads left their registers.
+// One block a tile of rows, in the order in which backward_kernel's threads left their registers; through shared
+// memory, so that whole rows are written.
 template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads)
     query_gradient_kernel(const __grid_constant__ BackwardProblem problem, const float* sums) {
   using Config = BackwardConfig<kHeadDim>;
+  using Tile = SharedTile<kHeadDim>;
   constexpr int kQueryRows = Config::kRows / Config::kQueryRowWarps;
   constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
+  __shared__ __align__(1024) unsigned char shared[Config::kRowBytes];
+  const Tile tile{shared_address(shared)};
   const int row_tiles = static_cast<int>((problem.rows + Config::kRows - 1) / Config::kRows);
-  const int tile = static_cast<int>(blockIdx.x) % row_tiles;
+  const int first_row = static_cast<int>(blockIdx.x) % row_tiles * Config::kRows;
   const std::int64_t pair = blockIdx.x / static_cast<unsigned>(row_tiles);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int first_row = tile * Config::kRows + warp % Config::kQueryRowWarps * kQueryRows + lane / 4;
-  const int first_column = warp / Config::kQueryRowWarps * kQueryDims + lane % 4 / 2 * 4;
+  const int lane_row = warp % Config::kQueryRowWarps * kQueryRows + lane / 4;
+  const int first_piece = warp / Config::kQueryRowWarps * kQueryDims / 8;
   const auto* source =
       reinterpret_cast<const float4*>(sums + static_cast<std::int64_t>(blockIdx.x) * Config::kRows * kHeadDim);
-  auto* target = static_cast<std::uint16_t*>(problem.dquery.data) + pair / problem.heads * problem.dquery.batch_stride +
-                 pair % problem.heads * problem.dquery.head_stride;
   const float scale = static_cast<float>(problem.scale);
 #pragma unroll
   for (int m = 0; m < kQueryRows / 16; ++m)
 #pragma unroll
     for (int n = 0; n < kQueryDims / 8; ++n) {
-      const float4 part = source[(m * (kQueryDims / 8) + n) * Config::kThreads + threadIdx.x];
-      // Neighbouring lanes trade halves, so that each has four columns of one row.
-      const bool odd = lane % 2 != 0;
-      const float first = __shfl_xor_sync(~0u, odd ? part.x : part.z, 1);
-      const float second = __shfl_xor_sync(~0u, odd ? part.y : part.w, 1);
-      const int row = first_row + m * 16 + (odd ? 8 : 0), column = first_column + n * 8;
-      const std::uint32_t low =
-          odd ? pack<Element>(first * scale, second * scale) : pack<Element>(part.x * scale, part.y * scale);
-      const std::uint32_t high =
-          odd ? pack<Element>(part.z * scale, part.w * scale) : pack<Element>(first * scale, second * scale);
-      if (row >= problem.rows) continue;
-      std::uint16_t* place = target + row * problem.dquery.token_stride + column;
-      if (problem.head_dim % 4 == 0) {
-        if (column < problem.head_dim) *reinterpret_cast<uint2*>(place) = make_uint2(low, high);
-      } else {
-        const std::uint32_t words[2] = {low, high};
-#pragma unroll
-        for (int element = 0; element < 4; ++element) {
-          if (column + element < problem.head_dim) {
-            place[element] = static_cast<std::uint16_t>(words[element / 2] >> (16 * (element % 2)));
-          }
-        }
-      }
+      const float4 part = __ldcs(source + (m * (kQueryDims / 8) + n) * Config::kThreads + threadIdx.x);
+      const int row = lane_row + m * 16;
+      store_shared(tile.piece(row, first_piece + n) + 4 * (lane % 4), pack<Element>(part.x * scale, part.y * scale));
+      store_shared(tile.piece(row + 8, first_piece + n) + 4 * (lane % 4),
+                   pack<Element>(part.z * scale, part.w * scale));
     }
+  __syncthreads();
+  auto* target = static_cast<std::uint16_t*>(problem.dquery.data) + pair / problem.heads * problem.dquery.batch_stride +
+                 pair % problem.heads * problem.dquery.head_stride;
+  const int head_dim = static_cast<int>(problem.head_dim);
+  const bool aligned = head_dim % 8 == 0 && reinterpret_cast<std::uintptr_t>(problem.dquery.data) % 16 == 0;
+  for (int index = static_cast<int>(threadIdx.x); index < Config::kRows * Tile::kPieces; index += Config::kThreads) {
+    const int row = index / Tile::kPieces, piece = index % Tile::kPieces;
+    if (first_row + row >= problem.rows) continue;
+    std::uint32_t words[4];
+    load_shared_16(words, tile.piece(row, piece));
+    store_piece(target + (first_row + row) * problem.dquery.token_stride, piece, words, head_dim, aligned);
+  }
 }
 
 template <typename Element, int kHeadDim>
@@ -151,26 +158,87 @@ cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums
   return cudaGetLastError();
 }
 
-// Rows of `stride` sums to rows of `width` elements.
+// What is rounded: the sum over colors of sums[color][row][column].
+struct ColoredSums {
+  const float* sums;
+  std::int64_t rows;
+  int stride, width;  // a row has `width` columns, and begins `stride` after the last
+  int colors;
+
+  __host__ __device__ std::int64_t color_stride() const { return rows * stride; }
+};
+
 template <typename Element>
-__global__ void round_kernel(const float* sums, std::int64_t rows, int stride, int width, Element* result) {
-  const std::int64_t count = rows * width;
+__global__ void round_kernel(ColoredSums sums, Element* result) {
+  const std::int64_t count = sums.rows * sums.width;
   for (std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < count;
        index += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    result[index] = static_cast<Element>(sums[index / width * stride + index % width]);
+    const float* place = sums.sums + index / sums.width * sums.stride + index % sums.width;
+    float sum = 0;
+    for (int color = 0; color < sums.colors; ++color) sum += place[color * sums.color_stride()];
+    result[index] = static_cast<Element>(sum);
   }
 }
 
-cudaError_t round_sums(const float* sums, std::int64_t rows, int stride, int width, DType dtype, void* result,
-                       cudaStream_t stream) {
-  const unsigned blocks = blocks_for(rows * width);
-  const auto launch = [&](auto kernel, auto* typed) {
-    kernel<<<blocks, kThreads, 0, stream>>>(sums, rows, stride, width, typed);
-    return cudaGetLastError();
-  };
-  if (dtype == DType::kBFloat16) return launch(round_kernel<__nv_bfloat16>, static_cast<__nv_bfloat16*>(result));
-  if (dtype == DType::kFloat16) return launch(round_kernel<__half>, static_cast<__half*>(result));
-  return launch(round_kernel<float>, static_cast<float*>(result));
+// The same where nothing lies between rows, eight at a time.
+template <typename Element>
+__global__ void round_eight_kernel(ColoredSums sums, std::int64_t eights, uint4* result) {
+  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= eights) return;
+  float sum[8] = {};
+  for (int color = 0; color < sums.colors; ++color) {
+    const auto* place = reinterpret_cast<const float4*>(sums.sums + color * sums.color_stride()) + 2 * index;
+    const float4 low = __ldcs(place), high = __ldcs(place + 1);
+    const float parts[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += parts[i];
+  }
+  result[index] = make_uint4(pack<Element>(sum[0], sum[1]), pack<Element>(sum[2], sum[3]),
+                             pack<Element>(sum[4], sum[5]), pack<Element>(sum[6], sum[7]));
+}
+
+template <typename Element>
+cudaError_t round_sums_to(const ColoredSums& sums, Element* result, cudaStream_t stream) {
+  const std::int64_t eights = sums.rows * sums.width / 8, blocks = (eights + kThreads - 1) / kThreads;
+  if constexpr (sizeof(Element) == 2) {
+    if (sums.stride == sums.width && sums.rows * sums.width % 8 == 0 &&
+        reinterpret_cast<std::uintptr_t>(result) % 16 == 0 && blocks <= 0x7fffffff) {
+      round_eight_kernel<Element>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(sums, eights, reinterpret_cast<uint4*>(result));
+      return cudaGetLastError();
+    }
+  }
+  round_kernel<<<blocks_for(sums.rows * sums.width), kThreads, 0, stream>>>(sums, result);
+  return cudaGetLastError();
+}
+
+cudaError_t round_sums(const ColoredSums& sums, DType dtype, void* result, cudaStream_t stream) {
+  if (sums.rows * sums.width == 0) return cudaSuccess;
+  if (dtype == DType::kBFloat16) return round_sums_to(sums, static_cast<__nv_bfloat16*>(result), stream);
+  if (dtype == DType::kFloat16) return round_sums_to(sums, static_cast<__half*>(result), stream);
+  return round_sums_to(sums, static_cast<float*>(result), stream);
+}
+
+// One thread adds up, in one order, all that belongs to an entry of dbias: colors, batch elements, heads and keys.
+template <typename Element>
+__global__ void shared_bias_kernel(const __grid_constant__ BackwardProblem problem, const float* sums, int colors,
+                                   Element* result) {
+  const BroadcastView& dbias = problem.dbias;
+  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= dbias.batches * dbias.heads * dbias.keys) return;
+  const std::int64_t entry_key = index % dbias.keys, entry_head = index / dbias.keys % dbias.heads;
+  const std::int64_t entry_batch = index / dbias.keys / dbias.heads;
+  const std::int64_t batches = problem.batch / dbias.batches, keys = problem.keys / dbias.keys;
+  float sum = 0;
+  for (int color = 0; color < colors; ++color) {
+    for (std::int64_t batch = entry_batch * batches; batch < (entry_batch + 1) * batches; ++batch) {
+      for (std::int64_t head = entry_head * dbias.head_divisor; head < (entry_head + 1) * dbias.head_divisor; ++head) {
+        const float* place = sums + ((color * problem.batch + batch) * problem.heads + head) * problem.keys;
+        for (std::int64_t key = entry_key * keys; key < (entry_key + 1) * keys; ++key) sum += place[key];
+      }
+    }
+  }
+  result[index] = static_cast<Element>(sum);
 }
 
 }  // namespace
@@ -226,16 +294,31 @@ cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* 
                                            : query_gradients_by_bucket<__half>(problem, sums, stream);
 }
 
-cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, const TokenView& gradient,
-                                 cudaStream_t stream) {
-  return round_sums(sums, problem.batch * problem.keys * problem.key_heads,
-                    bucket_of(static_cast<int>(problem.head_dim)), static_cast<int>(problem.head_dim), problem.dtype,
-                    gradient.data, stream);
+cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, int colors,
+                                 const TokenView& gradient, cudaStream_t stream) {
+  const ColoredSums colored = {sums, problem.batch * problem.keys * problem.key_heads,
+                               bucket_of(static_cast<int>(problem.head_dim)), static_cast<int>(problem.head_dim),
+                               colors};
+  return round_sums(colored, problem.dtype, gradient.data, stream);
 }
 
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
                                   cudaStream_t stream) {
-  return round_sums(sums, count, 1, 1, dtype, gradient, stream);
+  return round_sums({sums, count, 1, 1, 1}, dtype, gradient, stream);
+}
+
+cudaError_t launch_shared_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
+                                         cudaStream_t stream) {
+  const BroadcastView& dbias = problem.dbias;
+  const std::int64_t blocks = (dbias.batches * dbias.heads * dbias.keys + kThreads - 1) / kThreads;
+  const auto launch = [&](auto* result) {
+    shared_bias_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(problem, sums, colors, result);
+    return cudaGetLastError();
+  };
+  if (blocks == 0) return cudaSuccess;
+  if (dbias.dtype == DType::kBFloat16) return launch(static_cast<__nv_bfloat16*>(dbias.data));
+  if (dbias.dtype == DType::kFloat16) return launch(static_cast<__half*>(dbias.data));
+  return launch(static_cast<float*>(dbias.data));
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -22,6 +22,9 @@ template <typename Element, int kHeadDim>
 cudaError_t launch_forward(const ForwardParams& params, bool planned, cudaStream_t stream);
 template <typename Element, int kHeadDim>
 cudaError_t launch_backward(const BackwardParams& params, bool planned, cudaStream_t stream);
+// dquery, and the sums of a bias gradient with rows, in one order.
+template <typename Element, int kHeadDim>
+cudaError_t launch_query_backward(const BackwardParams& params, bool planned, cudaStream_t stream);
 
 struct BackwardTiles {
   int rows, keys;
@@ -33,11 +36,14 @@ cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded
                              cudaStream_t stream);
 // dquery from the sums that launch_backward left.
 cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream);
-// dkey or dvalue from fp32 sums (B, Sk, Hkv, bucket).
-cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, const TokenView& gradient,
-                                 cudaStream_t stream);
+// dkey or dvalue from fp32 sums (colors, B, Sk, Hkv, bucket).
+cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, int colors,
+                                 const TokenView& gradient, cudaStream_t stream);
 // dbias from fp32 sums of its shape.
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
                                   cudaStream_t stream);
+// dbias, the same for every row, from fp32 sums (colors, B, H, Sk), each by one thread in one order.
+cudaError_t launch_shared_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
+                                         cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

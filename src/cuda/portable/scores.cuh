@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/params.h"
+#include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace flash_dmattn::internal::cuda {
@@ -50,18 +51,20 @@ template <typename Bias, int kMTiles, int kNTiles, typename RowOf, typename KeyO
 __device__ inline void add_row_bias_as(const Bias* bias, const BroadcastView& view, std::int32_t rows,
                                        float (&scores)[kMTiles][kNTiles][4], RowOf row_of, KeyOf key_of) {
 #pragma unroll
-  for (int i = 0; i < 2 * kMTiles; ++i) {
-    const Bias* row_bias = bias + min(row_of(i), rows - 1) * view.row_stride;
+  for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
+    for (int pair = 0; pair < 2; ++pair) {
+      const int key = key_of(n, pair);
+      const Bias* key_bias = bias + key * view.key_stride;
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const int key = key_of(n, pair);
-        const float value = key >= 0 ? static_cast<float>(row_bias[key * view.key_stride]) : 0.0f;
+      for (int i = 0; i < 2 * kMTiles; ++i) {
+        // Places of rows are worked out anew for every key: kept, they would take too many registers.
+        const int row = recomputed(min(row_of(i), rows - 1));
+        const float value = key >= 0 ? static_cast<float>(key_bias[row * view.row_stride]) : 0.0f;
         float& score = scores[i / 2][n][2 * (i % 2) + pair];
         score = fmaf(value, kLog2E, score);
       }
-  }
+    }
 }
 
 template <typename Element, int kMTiles, int kNTiles, typename RowOf, typename KeyOf>

@@ -51,36 +51,64 @@ __device__ inline const std::uint16_t* row_pointer(const std::uint16_t* base, st
                                                 static_cast<std::int64_t>(index) * bytes);
 }
 
-// Starts copying kRows rows into `tile`; source_of(row, aligned) says where they are. Columns from head_dim on are
-// zero. Rows that are not `aligned` are read element by element, and are there when this returns.
-template <int kRows, int kColumns, int kThreads, typename SourceOf>
-__device__ inline void load_rows(SharedTile<kColumns> tile, SourceOf source_of, int head_dim, bool aligned) {
+struct RowSourcePair {
+  const std::uint16_t *first, *second;
+  bool exist;
+};
+
+// Starts copying kRows rows into each of two tiles; source_of(row, aligned) says where they are. Columns from head_dim
+// on are zero. Rows that are not `aligned` are read element by element, and are there when this returns.
+template <int kRows, int kColumns, int kThreads, bool kPair, typename SourceOf>
+__device__ inline void load_rows_of(SharedTile<kColumns> first, SharedTile<kColumns> second, SourceOf source_of,
+                                    int head_dim, bool aligned) {
   using Shares = RowShares<kColumns, kThreads>;
   static_assert(kRows % Shares::kRowsAtOnce == 0 && Shares::kRowsAtOnce % 8 == 0);
   const int piece = Shares::piece();
   if (aligned) {
     // Rows 8 apart are swizzled alike, and pieces kThreadsPerRow apart lie as far apart as they would unswizzled.
-    const std::uint32_t target = tile.piece(Shares::row(), piece);
+    const std::uint32_t target = first.piece(Shares::row(), piece);
 #pragma unroll
     for (int step = 0; step < kRows / Shares::kRowsAtOnce; ++step) {
-      const RowSource source = source_of(Shares::row() + step * Shares::kRowsAtOnce, true);
+      const RowSourcePair source = source_of(Shares::row() + step * Shares::kRowsAtOnce, true);
 #pragma unroll
       for (int part = 0; part < Shares::kPiecesPerThread; ++part) {
         const int offset = part * Shares::kThreadsPerRow;
-        copy_async_16(target + step * Shares::kRowsAtOnce * SharedTile<kColumns>::kRowBytes + offset * 16,
-                      source.pointer + (piece + offset) * 8, source.exists && (piece + offset) * 8 < head_dim);
+        const bool valid = source.exist && (piece + offset) * 8 < head_dim;
+        const std::uint32_t place = target + step * Shares::kRowsAtOnce * SharedTile<kColumns>::kRowBytes + offset * 16;
+        copy_async_16(place, source.first + (piece + offset) * 8, valid);
+        if (kPair) copy_async_16(place + second.address - first.address, source.second + (piece + offset) * 8, valid);
       }
     }
   } else {
 #pragma unroll 1
     for (int row = Shares::row(); row < kRows; row += Shares::kRowsAtOnce) {
-      const RowSource source = source_of(row, false);
+      const RowSourcePair source = source_of(row, false);
 #pragma unroll 1
       for (int at = piece; at < Shares::kPieces; at += Shares::kThreadsPerRow) {
-        load_piece_by_element<kColumns>(tile.piece(row, at), source.exists ? source.pointer : nullptr, at, head_dim);
+        load_piece_by_element<kColumns>(first.piece(row, at), source.exist ? source.first : nullptr, at, head_dim);
+        if (kPair) {
+          load_piece_by_element<kColumns>(second.piece(row, at), source.exist ? source.second : nullptr, at, head_dim);
+        }
       }
     }
   }
+}
+
+template <int kRows, int kColumns, int kThreads, typename SourceOf>
+__device__ inline void load_rows(SharedTile<kColumns> tile, SourceOf source_of, int head_dim, bool aligned) {
+  load_rows_of<kRows, kColumns, kThreads, false>(
+      tile, tile,
+      [&](int row, bool is_aligned) {
+        const RowSource source = source_of(row, is_aligned);
+        return RowSourcePair{source.pointer, source.pointer, source.exists};
+      },
+      head_dim, aligned);
+}
+
+template <int kRows, int kColumns, int kThreads, typename SourceOf>
+__device__ inline void load_row_pairs(SharedTile<kColumns> first, SharedTile<kColumns> second, SourceOf source_of,
+                                      int head_dim, bool aligned) {
+  load_rows_of<kRows, kColumns, kThreads, true>(first, second, source_of, head_dim, aligned);
 }
 
 // Stores one row's piece of 8 elements, given as four packed words.

@@ -32,6 +32,11 @@ struct PlannedTiles {
   using Facts = KeyFacts<kTileKeys, kWords>;
   static_assert(kTileKeys == kListTile && kTileKeys <= 32 * kWarps);
 
+  // Where the block's batch element and head begin, worked out once: 64-bit divisions are slow. Null: there is none.
+  const std::int32_t *begins, *ends;
+  const std::uint8_t* key_mask;
+  const std::uint32_t* packed_words;
+  const void* key_bias;
   Facts facts[2];
   std::uint32_t packed[kTileKeys][kWords];
   std::int32_t begin[kTileKeys], end[kTileKeys];
@@ -45,9 +50,31 @@ struct PlannedTiles {
     bool hidden = false;
   };
 
-  __device__ void start(const DevicePlan& plan, int plan_chunk) {
+  template <typename Element, bool kRowBias>
+  __device__ void start(const AttentionParams& params, int plan_chunk, int batch, int head, int first_row) {
     if (threadIdx.x % 32 == 0) walks[threadIdx.x / 32] = {0, 0, 0, 0};
-    if (threadIdx.x == 0) chunk = plan.chunks[plan_chunk];
+    if (threadIdx.x == 0) {
+      chunk = params.plan.chunks[plan_chunk];
+      const Visibility& visibility = params.visibility;
+      const auto at = [&](const BroadcastView& view, auto element) {
+        return view.defined() ? static_cast<const decltype(element)*>(view.data) + view.offset(batch, head) : nullptr;
+      };
+      begins = at(visibility.begin, std::int32_t());
+      ends = at(visibility.end, std::int32_t());
+      key_mask = at(visibility.key_mask, std::uint8_t());
+      packed_words = nullptr;
+      if (visibility.packed.defined()) {
+        packed_words = visibility.packed.words +
+                       visibility.packed.offset(batch, head, first_row / kChunkRows, 0) * kChunkWords +
+                       first_row % kChunkRows / kWordRows;
+      }
+      key_bias = nullptr;
+      if (!kRowBias && params.bias.dtype == DType::kFloat32) {
+        key_bias = at(params.bias, float());
+      } else if (!kRowBias) {
+        key_bias = at(params.bias, Element());
+      }
+    }
     __syncthreads();
   }
 
@@ -83,38 +110,28 @@ struct PlannedTiles {
     }
   }
 
-  template <typename Element, bool kRowBias>
-  __device__ InFlight request_facts(const AttentionParams& params, int tile, int buffer, int batch, int head,
-                                    int existing, int first_row) {
+  template <typename Element>
+  __device__ InFlight request_facts(const AttentionParams& params, int tile, int buffer, int existing) {
     InFlight flight;
     if (tile < 0 || !has_place()) return flight;
     const int place = static_cast<int>(threadIdx.x), key = index[buffer][place];
     if (key < 0 || key >= existing) return flight;
     const Visibility& visibility = params.visibility;
-    const auto request = [&](const BroadcastView& bound, std::int32_t* target) {
-      copy_async_4(shared_address(target),
-                   static_cast<const std::int32_t*>(bound.data) + bound.offset(batch, head) + key * bound.key_stride,
-                   true);
-    };
-    if (visibility.begin.defined()) {
-      request(visibility.begin, &begin[place]);
-      request(visibility.end, &end[place]);
+    if (begins != nullptr) {
+      copy_async_4(shared_address(&begin[place]), begins + key * visibility.begin.key_stride, true);
+      copy_async_4(shared_address(&end[place]), ends + key * visibility.end.key_stride, true);
     }
-    if (visibility.packed.defined()) {
-      const PackedMask& mask = visibility.packed;
-      const std::uint32_t* words = mask.words + mask.offset(batch, head, first_row / kChunkRows, key) * kChunkWords +
-                                   first_row % kChunkRows / kWordRows;
+    if (packed_words != nullptr) {
+      const std::uint32_t* words = packed_words + key * visibility.packed.key_stride * kChunkWords;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) copy_async_4(shared_address(&packed[place][word]), words + word, true);
     }
-    if (visibility.key_mask.defined()) {
-      const BroadcastView& mask = visibility.key_mask;
-      flight.hidden =
-          static_cast<const std::uint8_t*>(mask.data)[mask.offset(batch, head) + key * mask.key_stride] == 0;
-    }
-    if (!kRowBias && params.bias.defined()) {
-      const BroadcastView& bias = params.bias;
-      flight.bias = load_bias<Element>(bias, bias.offset(batch, head) + key * bias.key_stride);
+    if (key_mask != nullptr) flight.hidden = key_mask[key * visibility.key_mask.key_stride] == 0;
+    if (key_bias != nullptr) {
+      const std::int64_t offset = key * params.bias.key_stride;
+      flight.bias = params.bias.dtype == DType::kFloat32
+                        ? static_cast<const float*>(key_bias)[offset]
+                        : static_cast<float>(static_cast<const Element*>(key_bias)[offset]);
     }
     return flight;
   }
@@ -126,7 +143,7 @@ struct PlannedTiles {
     RowRange range = {0, visibility.rows};
     if (key < 0 || key >= existing || flight.hidden) range.end = 0;
     if (visibility.is_causal) range.begin = key - (existing - visibility.rows);
-    if (visibility.begin.defined() && range.end != 0) {
+    if (begins != nullptr && range.end != 0) {
       range.begin = max(range.begin, begin[place]);
       range.end = min(range.end, end[place]);
     }
@@ -135,7 +152,7 @@ struct PlannedTiles {
     for (int word = 0; word < kWords; ++word) {
       const int row = first_row + word * kWordRows;
       std::uint32_t visible = bit_range(range.begin - row, range.end - row);
-      if (visibility.packed.defined() && range.end != 0) visible &= packed[place][word];
+      if (packed_words != nullptr && range.end != 0) visible &= packed[place][word];
       facts[buffer].words[word][place] = visible;
       any |= visible;
     }

@@ -1,0 +1,443 @@
+"""Compares flash_dmattn on one NVIDIA GPU with PyTorch's attention, FlexAttention and FlashAttention 4, if installed.
+
+    python benchmarks/gpu_attention.py                                 every case, some four minutes on an H200
+    python benchmarks/gpu_attention.py --only dense decode             some of them
+    python benchmarks/gpu_attention.py --json out.json --plot out.png  also as JSON, and a picture of `windows`
+    python benchmarks/gpu_attention.py --quick                         small sizes, to check this script only
+
+All in bfloat16, in one process, on the same random values, each library in its own memory layout, samples in turn. The
+aims are for an H200. docs/benchmarks.md says how it measures and how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from common import Comparison, Report, benchmark_parser, describe_machine
+from flash_dmattn import KeyIntervals, attention, select_keys
+from gpu_common import (
+    CUDNN,
+    DEVICE,
+    DTYPE,
+    EFFICIENT,
+    FA2,
+    FA4,
+    FLEX,
+    ORIGINAL,
+    OURS,
+    TOPK,
+    Bench,
+    DynamicProblem,
+    FlexDynamic,
+    Problem,
+    Work,
+    backward_of,
+    check_equal,
+    check_kept,
+    compiled_flex,
+    fa4_forward,
+    normal,
+    topk_mask,
+)
+from rich.console import Console
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+# H, Hkv, D, S, w of the dynamic masks.
+SMALL = (2, 1, 64, 16384, 1024)
+MIDDLE = (32, 8, 128, 8192, 1024)
+LARGE = (32, 8, 128, 16384, 2048)
+
+# ---- Cases
+
+
+def ceilings(bench: Bench) -> Iterator[Comparison]:
+    """What this GPU can do: the measure of everything below."""
+    source = normal(bench.length(1 << 31))
+    target = torch.empty_like(source)
+    lines = bench.compare("copy on the device", "read + written", lambda: target.copy_(source), unit="TB/s",
+                          amount=2 * source.nbytes / 1e12)  # fmt: skip
+    for line in lines:
+        bench.copy_bandwidth = line.ours * 1e12
+        yield line
+    size = bench.length(8192)
+    left, right = normal(size, size), normal(size, size)
+    name = f"matrix product {size}^3"
+    yield from bench.compare(name, "forward", lambda: left @ right, unit="TFLOPS", amount=2 * size**3 / 1e12)
+
+
+def dense(bench: Bench) -> Iterator[Comparison]:
+    """Attention in which nothing is sparse, 16k tokens."""
+    for head_dim, heads in ((64, 32), (128, 16), (256, 8)):
+        for is_causal in (False, True):
+            problem = Problem(heads, heads, head_dim, bench.length(16384))
+            case = f"dense {problem.name}{' causal' if is_causal else ''}"
+            yield from _dense(bench, case, problem, is_causal)
+
+
+def _dense(bench: Bench, case: str, problem: Problem, is_causal: bool) -> Iterator[Comparison]:
+    def ours() -> Tensor:
+        return attention(problem.query, problem.key, problem.value, is_causal=is_causal)
+
+    fa2 = problem.sdpa(SDPBackend.FLASH_ATTENTION, is_causal=is_causal)
+    cudnn = problem.sdpa(SDPBackend.CUDNN_ATTENTION, is_causal=is_causal)
+    fa4 = fa4_forward(problem, is_causal)
+    check_equal(ours(), fa2().transpose(1, 2))
+    teraflop = problem.teraflop(0.5 if is_causal else 1.0)
+    forwards: dict[str, Work] = {FA2: fa2, CUDNN: cudnn}
+    backwards = {
+        name: backward_of(forward, problem.their_leaves, problem.their_dout) for name, forward in forwards.items()
+    }
+    if fa4 is not None:
+        forwards[FA4], backwards[FA4] = fa4, backward_of(fa4, problem.leaves, problem.dout)
+    else:
+        bench.notes.append("dense: without FA4, the package flash-attn-4, which is not installed")
+    goals = {FA2: 0.95}
+    yield from bench.compare(case, "forward", ours, forwards, unit="TFLOPS", amount=teraflop, goals=goals)
+    backward = backward_of(ours, problem.leaves, problem.dout)
+    yield from bench.compare(case, "backward", backward, backwards, unit="TFLOPS", amount=2.5 * teraflop, goals=goals)
+
+
+def tiles(bench: Bench) -> Iterator[Comparison]:
+    """A bool mask of whole 128 x 128 tiles, given as it is: the rate per kept tile."""
+    problem = Problem(16, 16, 128, bench.length(16384))
+    blocks = problem.length // 128
+    full = problem.teraflop()
+
+    def dense_ours() -> Tensor:
+        return attention(problem.query, problem.key, problem.value)
+
+    # One mask, written anew for each density, so that FlexAttention is compiled once.
+    mask = torch.ones(problem.length, problem.length, dtype=torch.bool, device=DEVICE)
+    flex = compiled_flex()
+
+    def is_visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return mask[row, key]
+
+    def ours() -> Tensor:
+        return attention(problem.query, problem.key, problem.value, mask=mask)
+
+    dense_backward = backward_of(dense_ours, problem.leaves, problem.dout)
+    for density in (1.0, 0.25, 0.1):
+        kept = torch.zeros(blocks**2, dtype=torch.bool, device=DEVICE)
+        kept[torch.randperm(blocks**2, device=DEVICE)[: math.ceil(density * blocks**2)]] = True
+        mask.view(blocks, 128, blocks, 128).copy_(kept.view(blocks, 1, blocks, 1).expand(-1, 128, -1, 128))
+        share = kept.double().mean().item()
+        block_mask = create_block_mask(is_visible, None, None, problem.length, problem.length, device=DEVICE)
+
+        def theirs(block_mask: BlockMask = block_mask) -> Tensor:
+            return flex(*problem.their_leaves, block_mask=block_mask)
+
+        check_equal(ours(), theirs().transpose(1, 2))
+        case = f"tiles {problem.name} density {share:.3g}"
+        backwards = {
+            "own dense": dense_backward,
+            FLEX: backward_of(theirs, problem.their_leaves, problem.their_dout),
+        }
+        for what, work, others, factor in (
+            ("forward", ours, {"own dense": dense_ours, FLEX: theirs}, 1.0),
+            ("backward", backward_of(ours, problem.leaves, problem.dout), backwards, 2.5),
+        ):
+            yield from bench.compare(
+                case,
+                what,
+                work,
+                others,
+                unit="TFLOPS",
+                amount=factor * full * share,
+                other_amounts={"own dense": factor * full},
+                goals={"own dense": 0.93} if density == 0.25 else None,
+            )
+
+
+def dynamic(bench: Bench) -> Iterator[Comparison]:
+    """Selection and attention over what it keeps, with the bias's gradient."""
+    for shape, forward_limit, backward_limit in ((SMALL, 0.16, 0.25), (MIDDLE, None, None), (LARGE, 2.4, 6.0)):
+        problem = DynamicProblem(bench, *shape)
+        yield from _dynamic(bench, problem, forward_limit, backward_limit)
+
+
+def _dynamic(
+    bench: Bench, problem: DynamicProblem, forward_limit: float | None, backward_limit: float | None
+) -> Iterator[Comparison]:
+    case = f"dynamic {problem.name}"
+    intervals = problem.select()
+    check_kept(intervals, problem.window)
+    flex = FlexDynamic(problem, intervals)
+    check_equal(problem.ours_selected(), flex.forward().transpose(1, 2))
+    forwards: dict[str, Work] = {FLEX: flex.forward}
+    backwards = {FLEX: backward_of(flex.forward, flex.leaves, problem.their_dout)}
+    # Offsets within a mask of more elements are not safe in every kernel of torch's.
+    if problem.key_heads * problem.length**2 < 1 << 31:
+        efficient, leaves, dout = _efficient_dynamic(problem, intervals)
+        forwards[EFFICIENT], backwards[EFFICIENT] = efficient, backward_of(efficient, leaves, dout)
+    else:
+        bench.notes.append(f"{case}: {EFFICIENT}: left out, its mask has 2^31 elements")
+    selected = problem.ours_selected
+    yield from bench.compare(case, "selection + forward", selected, forwards, limit=forward_limit)
+    backward = backward_of(selected, problem.our_leaves, problem.dout)
+    yield from bench.compare(case, "backward", backward, backwards, limit=backward_limit)
+    makers = {TOPK: lambda: topk_mask(problem.key_bias, problem.window), "Flex block mask": flex.make_block_mask}
+    yield from bench.compare(case, "selection", problem.select, makers)
+
+
+def _efficient_dynamic(
+    problem: DynamicProblem, intervals: KeyIntervals
+) -> tuple[Callable[[], Tensor], list[Tensor], Tensor]:
+    """With one additive mask of bias and visibility, made before; without a gradient for the bias."""
+    visible = intervals.dense_mask(problem.length)[0]
+    mask = torch.where(visible, problem.key_bias.detach()[0, :, None], -math.inf)[:, None]
+    leaves, dout = problem.by_key_head()
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+
+    return forward, leaves, dout
+
+
+def original(bench: Bench) -> Iterator[Comparison]:
+    """The original's own protocol: the dense bool mask of the highest scores is given, and a bias per key."""
+    # Milliseconds of the original (flash_dmattn 1.x) on an H200, forward and backward. The source of the second row
+    # names no shape; D 128 is what its backward, a sixteenth of the last row's, points to.
+    recorded = (
+        (SMALL, 0.872, 1.52),
+        ((2, 1, 128, 16384, 1024), 1.29, 2.16),
+        (MIDDLE, 3.47, 9.01),
+        (LARGE, 13.3, 33.4),
+    )
+    for shape, forward, backward in recorded:
+        problem = DynamicProblem(bench, *shape)
+        intervals = problem.select()
+        mask = intervals.dense_mask(problem.length)
+
+        def ours(problem: DynamicProblem = problem, mask: Tensor = mask) -> Tensor:
+            return problem.ours(mask)
+
+        check_equal(ours(), problem.ours(intervals))
+        case = f"bool mask {problem.name}"
+        for what, work, milliseconds in (
+            ("forward", ours, forward),
+            ("backward", backward_of(ours, problem.our_leaves, problem.dout), backward),
+        ):
+            yield from bench.compare(case, what, work, recorded={ORIGINAL: milliseconds / 1e3}, goals={ORIGINAL: 4.0})
+
+
+def windows(bench: Bench) -> Iterator[Comparison]:
+    """A bool mask of the last W keys, of which nothing is known before it is read: what --plot draws."""
+    problem = Problem(2, 1, 32, bench.length(16384))
+    row = torch.arange(problem.length, device=DEVICE)[:, None]
+    key = torch.arange(problem.length, device=DEVICE)
+    leaves, dout = problem.by_key_head()
+    for window in [1 << power for power in range(5, 15) if 1 << power <= problem.length]:
+        mask = (key <= row) & (key > row - window)
+
+        def ours(mask: Tensor = mask) -> Tensor:
+            return attention(problem.query, problem.key, problem.value, mask=mask, is_causal=True)
+
+        def theirs(mask: Tensor = mask) -> Tensor:
+            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                return F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+
+        check_equal(ours(), theirs().view_as(problem.their_dout).transpose(1, 2))
+        case = f"window {window} {problem.name}"
+        is_narrow = window <= 1024
+        goals = {EFFICIENT: 8.0} if is_narrow else None
+        yield from bench.compare(case, "forward", ours, {EFFICIENT: theirs}, goals=goals)
+        backward, their_backward = (backward_of(ours, problem.leaves, problem.dout), backward_of(theirs, leaves, dout))
+        goals = {EFFICIENT: 10.0} if is_narrow else None
+        yield from bench.compare(case, "backward", backward, {EFFICIENT: their_backward}, goals=goals)
+
+
+def selection(bench: Bench) -> Iterator[Comparison]:
+    """The selection alone, of float32 scores."""
+    window = bench.length(2048)
+    for keys, heads, limit in ((16384, 8, 0.08), (32768, 8, 0.12), (1 << 20, 1, 1.2)):
+        scores = torch.randn(1, heads, bench.length(keys), device=DEVICE)
+        check_kept(select_keys(scores, window), window)
+        # Head by head, for memory.
+        others = {TOPK: lambda scores=scores: [topk_mask(head, window) for head in scores.split(1, 1)]}
+        yield from bench.compare(
+            f"select {scores.shape[2]} keys x {heads} heads w{window}",
+            "selection",
+            lambda scores=scores: select_keys(scores, window),
+            others if keys <= 32768 else None,
+            dtype=scores.dtype,
+            limit=limit,
+        )
+
+
+def decode(bench: Bench) -> Iterator[Comparison]:
+    """One query over a long cache: bytes of kept keys and values against the copy of this run."""
+    heads, key_heads, head_dim, length, kept = 32, 8, 128, bench.length(65536), bench.length(2048)
+    for batch, is_masked, least in ((8, False, 75.0), (8, True, 45.0), (32, True, 65.0)):
+        query = normal(batch, 1, heads, head_dim)
+        key, value = (normal(batch, length, key_heads, head_dim) for _ in range(2))
+        # In turn, so that the kept keys do not stay in the cache from one call to the next.
+        masks = [None]
+        if is_masked:
+            masks = [torch.zeros(batch, key_heads, length, dtype=torch.bool, device=DEVICE) for _ in range(4)]
+            for mask in masks:
+                mask.scatter_(-1, torch.rand(mask.shape, device=DEVICE).topk(kept).indices, True)
+
+        def ours(
+            query: Tensor = query, key: Tensor = key, value: Tensor = value, masks: list[Tensor | None] = masks
+        ) -> list[Tensor]:
+            return [attention(query, key, value, mask=mask) for mask in masks]
+
+        seen = kept if is_masked else length
+        read = len(masks) * 2 * batch * seen * key_heads * head_dim * DTYPE.itemsize
+        yield from bench.compare(
+            f"decode B{batch} H{heads} Hkv{key_heads} D{head_dim} over {length} keys, {seen} kept",
+            "share of the copy",
+            ours,
+            unit="%",
+            amount=100 * read / bench.copy_bandwidth,
+            least=least,
+        )
+
+
+def deterministic(bench: Bench) -> Iterator[Comparison]:
+    """What identical bits cost the backward."""
+    problem = DynamicProblem(bench, *LARGE)
+    intervals = problem.select()
+
+    def backward(is_deterministic: bool) -> Work:
+        def forward() -> Tensor:
+            leaves = problem.query, problem.key, problem.value
+            return attention(
+                *leaves, mask=intervals, bias=problem.key_bias, is_causal=True, deterministic=is_deterministic
+            )
+
+        return backward_of(forward, problem.our_leaves, problem.dout)
+
+    ours = backward(True)
+    if not all(torch.equal(first, second) for first, second in zip(ours(), ours(), strict=True)):
+        bench.notes.append(f"deterministic {problem.name}: two runs differ in their bits")
+    yield from bench.compare(
+        f"deterministic {problem.name}", "backward", ours, {"own default": backward(False)},
+        goals={"own default": 1 / 1.6},
+    )  # fmt: skip
+
+
+CASES = {
+    "dense": dense,
+    "tiles": tiles,
+    "dynamic": dynamic,
+    "original": original,
+    "windows": windows,
+    "selection": selection,
+    "decode": decode,
+    "deterministic": deterministic,
+}
+
+# ---- The script
+
+
+def plot(comparisons: list[Comparison], path: Path) -> None:
+    """Draws the lines of `windows`, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5.2), layout="constrained")
+    for what, color in (("forward", "tab:blue"), ("backward", "tab:red")):
+        lines = [line for line in comparisons if line.what == what]
+        widths = [int(line.case.split()[1]) for line in lines]
+        axes.plot(widths, [line.ours for line in lines], "o-", color=color, label=f"{what}, {OURS}")
+        both = [(width, line.theirs) for width, line in zip(widths, lines, strict=True) if line.theirs is not None]
+        if both:
+            axes.plot(*zip(*both, strict=True), "x--", color=color, label=f"{what}, {EFFICIENT}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(widths, [f"{width // 1024}k" if width >= 1024 else str(width) for width in widths])
+    axes.set(xlabel="keys that a row sees, W", ylabel="milliseconds", title="bool mask of the last W keys: "
+             + " ".join(lines[0].case.split()[2:]))  # fmt: skip
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def describe_gpu() -> dict[str, object]:
+    properties = torch.cuda.get_device_properties(DEVICE)
+    return {
+        "name": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": properties.total_memory / 2**30,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def run_case(name: str, bench: Bench, console: Console) -> tuple[list[Comparison], bool]:
+    """The lines of a case, as far as it came, and whether it came to its end."""
+    lines: list[Comparison] = []
+    start = time.perf_counter()
+    case = ceilings if name == "ceilings" else CASES[name]
+    # One failing case must not cost the others, which took minutes.
+    try:
+        for line in case(bench):
+            lines.append(line)
+            theirs = "" if line.theirs is None else f"; {line.other} {line.theirs:.4g}, ratio {line.ratio:.2f}"
+            console.print(f"{line.case}, {line.what}: {line.ours:.4g} {line.unit}{theirs}", highlight=False)
+    except Exception as error:
+        bench.notes.append(f"{name} ended early: {type(error).__name__}: {str(error).strip()[:400]}")
+        return lines, False
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
+    return lines, True
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = benchmark_parser(__doc__.split("\n")[0], CASES, "samples of each library per line")
+    parser.add_argument("--plot", type=Path, help="also draw the case windows into this PNG")
+    arguments = parser.parse_args()
+    if arguments.plot and "windows" not in arguments.only:
+        parser.error("--plot draws the case windows, which --only leaves out")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    torch.manual_seed(0)
+    machine = {**describe_machine(), "gpu": describe_gpu()}
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    gpu = machine["gpu"]
+    console.print(
+        f"{gpu['name']}; CUDA {gpu['cuda']}, cuDNN {gpu['cudnn']}, torch {machine['torch']}, "
+        f"flash_dmattn {machine['version']}",
+        highlight=False,
+    )
+    report = Report(machine, title="On the GPU; ratio = other's time over ours (its quartiles)")
+    bench = Bench(max(2, arguments.repeats), arguments.quick)
+    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
+    is_complete, drawn = True, []
+    for name in ("ceilings", *arguments.only):
+        lines, came_to_end = run_case(name, bench, console)
+        is_complete &= came_to_end
+        report.comparisons.extend(lines)
+        drawn = lines if name == "windows" else drawn
+        if arguments.json:
+            report.write_json(arguments.json)  # after each case: a run that is cut short leaves what it has
+    report.print_table(console)
+    for note in dict.fromkeys(bench.notes):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    if arguments.plot and drawn:
+        plot(drawn, arguments.plot)
+    return 0 if is_complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+#include "cuda/device_kernels.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+
+#include "flash_dmattn/info.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int kLeastCapability = 80;  // mma.sync of bfloat16, cp.async
+
+// One of CMake's architectures: "90-real" is machine code, which GPUs of the same major version and no lower minor one
+// run; "80-virtual" is PTX, which the driver compiles for all later GPUs; "80" is both. Letters ("90a") bind it to one.
+bool runs(const std::string& architecture, int capability) {
+  char* rest = nullptr;
+  const int compiled = static_cast<int>(std::strtol(architecture.c_str(), &rest, 10));
+  const std::string suffix = rest;
+  if (!suffix.empty() && suffix[0] != '-') return compiled == capability;
+  const bool machine_code = suffix != "-virtual", ptx = suffix != "-real";
+  return (machine_code && compiled / 10 == capability / 10 && compiled <= capability) ||
+         (ptx && compiled <= capability);
+}
+
+}  // namespace
+
+CudaInfo cuda_info() {
+  CudaInfo info;
+  info.toolkit = CUDART_VERSION;
+  std::istringstream names(FLASH_DMATTN_CUDA_ARCHITECTURES);
+  for (std::string name; names >> name;) info.architectures.push_back(name);
+  return info;
+}
+
+std::string cuda_kernels(int major, int minor) {
+  const int capability = 10 * major + minor;
+  if (capability < kLeastCapability) return "none";
+  for (const std::string& architecture : cuda_info().architectures) {
+    if (runs(architecture, capability)) return "portable";
+  }
+  return "none";
+}
+
+namespace internal::cuda {
+namespace {
+
+// Those of the first devices that are known to run what was compiled: asking the runtime costs more.
+constexpr std::size_t kRemembered = 64;
+std::array<std::atomic<bool>, kRemembered> known_to_run;
+
+Status judge(int device, bool* runs) {
+  int major = 0, minor = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess) return Status::failed("CUDA", cudaGetErrorString(error));
+  *runs = cuda_kernels(major, minor) != "none";
+  if (*runs) return {};
+  std::string compiled;
+  for (const std::string& name : cuda_info().architectures) compiled += (compiled.empty() ? "" : ", ") + name;
+  return Status::invalid("device", "must be a GPU that this build has kernels for (" + compiled + ", from 8.0 on)",
+                         "cuda:" + std::to_string(device) + " of compute capability " + std::to_string(major) + "." +
+                             std::to_string(minor));
+}
+
+}  // namespace
+
+Status check_current_device() {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
+    return Status::failed("CUDA", cudaGetErrorString(error));
+  }
+  const auto index = static_cast<std::size_t>(device);
+  if (index < kRemembered && known_to_run[index].load(std::memory_order_relaxed)) return {};
+  bool runs = false;
+  Status status = judge(device, &runs);
+  if (runs && index < kRemembered) known_to_run[index].store(true, std::memory_order_relaxed);
+  return status;
+}
+
+}  // namespace internal::cuda
+}  // namespace flash_dmattn

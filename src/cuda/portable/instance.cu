@@ -1,0 +1,10 @@
+// One of the attention launchers, for one element type and bucket of head dims: cmake/cuda.cmake compiles this file
+// once for each.
+#include "cuda/portable/launch_attention.cuh"
+
+namespace flash_dmattn::internal::cuda {
+
+template cudaError_t FLASH_DMATTN_LAUNCHER<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const FLASH_DMATTN_PARAMS&,
+                                                                                        bool, cudaStream_t);
+
+}  // namespace flash_dmattn::internal::cuda

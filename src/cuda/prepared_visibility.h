@@ -1,0 +1,50 @@
+// What hides keys, made ready for kernels: masks packed, keys planned. The first steps of every call.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "api/problem.h"
+#include "cuda/plan/device_plan.h"
+#include "cuda/plan/visibility.h"
+#include "flash_dmattn/status.h"
+#include "plan/arena.h"
+
+namespace flash_dmattn::internal::cuda {
+
+inline Status status_of(cudaError_t error) {
+  return error == cudaSuccess ? Status() : Status::failed("CUDA", cudaGetErrorString(error));
+}
+
+// Runs launches one after another until one fails.
+class Launches {
+ public:
+  template <typename Launch>
+  Launches& then(Launch launch) {
+    if (error_ == cudaSuccess) error_ = launch();
+    return *this;
+  }
+  Status status() const { return status_of(error_); }
+  cudaError_t error() const { return error_; }
+
+ private:
+  cudaError_t error_ = cudaSuccess;
+};
+
+// Whether this backend takes the problem, on the current device.
+Status check_problem(const AttentionProblem& problem);
+
+// Whether a plan is needed: the causal rule and lengths alone are arithmetic.
+bool is_planned(const AttentionProblem& problem);
+
+// Visibility and plan in scratch memory, which is measured by the same code when the arena has no block.
+struct PreparedVisibility {
+  Visibility visibility;
+  DevicePlan plan;
+  bool planned = false;
+
+  void prepare(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream);
+  // The plan, also of a problem that is computed without one.
+  void make(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream);
+};
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,96 @@
+// What answers on the host, and so waits for the device: reports of plans, and the intervals of dense masks.
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/backend.h"
+#include "cuda/device_kernels.h"
+#include "cuda/plan/make_plan.h"
+#include "cuda/plan/mask_intervals.h"
+#include "cuda/prepared_visibility.h"
+#include "plan/arena.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+// Device counts are summed over query heads and batch elements, the report's plans are those that exist.
+void fill_report(const AttentionProblem& problem, const PreparedVisibility& prepared, const PlanCounts& counts,
+                 PlanReport* report) {
+  const DevicePlan& plan = prepared.plan;
+  const std::int64_t tiles = problem.batch * problem.heads * ((problem.rows + kUnitRows - 1) / kUnitRows) *
+                             ((problem.keys + kListTile - 1) / kListTile);
+  const std::int64_t plans = (plan.per_batch ? problem.batch : 1) * plan.plan_heads * plan.chunk_count;
+  const std::int64_t users = plans == 0 ? 1 : problem.batch * problem.heads * plan.chunk_count / plans;
+  const bool by_row = prepared.visibility.packed.defined() || prepared.visibility.begin.defined();
+  report->counters = {.tiles_visited = counts.tiles_visited,
+                      .tiles_partial = counts.tiles_partial,
+                      .tiles_skipped = tiles - counts.tiles_visited,
+                      .scores_kept = counts.kept_scores,
+                      .scores_computed = counts.computed_scores,
+                      .keys_packed = counts.listed_keys / users,
+                      .plans = plans,
+                      .plans_listed = counts.list_chunks / users,
+                      .plans_bitmap = by_row ? plans : 0};
+  report->backend = "cuda/portable";
+  report->rule = is_planned(problem) ? "a chunk of rows lists its keys unless nearly all neighbours are seen"
+                                     : "the causal rule and lengths alone: tiles by arithmetic, no plan";
+  report->chunk_rows = kChunkRows;
+  report->row_tile = kUnitRows;
+  report->key_tile = kListTile;
+  report->shared_heads = static_cast<int>(plan.head_divisor);
+}
+
+}  // namespace
+
+Status plan_report_workspace(const AttentionProblem& problem, std::size_t* bytes) {
+  if (Status status = check_problem(problem); !status.ok()) return status;
+  Arena arena(nullptr);
+  PreparedVisibility prepared;
+  prepared.make(problem, &arena, false, nullptr, nullptr);
+  arena.take<PlanCounts>(1);
+  *bytes = arena.used();
+  return {};
+}
+
+Status plan_report(const AttentionProblem& problem, void* workspace, void* stream_handle, PlanReport* report) {
+  auto* stream = static_cast<cudaStream_t>(stream_handle);
+  Launches launches;
+  Arena arena(workspace);
+  PreparedVisibility prepared;
+  prepared.make(problem, &arena, true, &launches, stream);
+  report->scratch_bytes = is_planned(problem) ? arena.used() : 0;
+  auto* device_counts = arena.take<PlanCounts>(1);
+  PlanCounts counts = {};
+  launches
+      .then([&] {
+        return count_plan(prepared.visibility, prepared.plan, problem.batch, problem.heads, device_counts, stream);
+      })
+      .then([&] { return cudaMemcpyAsync(&counts, device_counts, sizeof counts, cudaMemcpyDeviceToHost, stream); })
+      .then([&] { return cudaStreamSynchronize(stream); });
+  fill_report(problem, prepared, counts, report);
+  return launches.status();
+}
+
+Status mask_intervals_workspace(const MaskIntervalsProblem& problem, std::size_t* bytes) {
+  *bytes = mask_intervals_bytes(problem);
+  return check_current_device();
+}
+
+Status find_intervals_on_device(const MaskIntervalsProblem& problem, void* workspace, void* stream_handle,
+                                bool* exact) {
+  auto* stream = static_cast<cudaStream_t>(stream_handle);
+  const int* device_inexact = nullptr;
+  int inexact = 0;
+  const Status status =
+      Launches()
+          .then([&] { return mask_intervals(problem, workspace, &device_inexact, stream); })
+          .then(
+              [&] { return cudaMemcpyAsync(&inexact, device_inexact, sizeof inexact, cudaMemcpyDeviceToHost, stream); })
+          .then([&] { return cudaStreamSynchronize(stream); })
+          .status();
+  *exact = inexact == 0;
+  return status;
+}
+
+}  // namespace flash_dmattn::internal::cuda

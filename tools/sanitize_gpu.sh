@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Reruns a small set of GPU tests under compute-sanitizer's four tools. `make test-sanitize` calls it after a build.
+#
+#   tools/sanitize_gpu.sh BUILD-DIRECTORY [TOOL...]      default: memcheck racecheck initcheck synccheck
+#
+# Does nothing where there is no GPU. Any report fails it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+build=$1
+shift
+tools=("$@")
+[[ ${#tools[@]} != 0 ]] || tools=(memcheck racecheck initcheck synccheck)
+
+if ! nvidia-smi -L >/dev/null 2>&1; then
+  echo "compute-sanitizer: skipped, no GPU"
+  exit 0
+fi
+sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
+
+# Every allocation of torch is one of the driver's, whose bounds are known.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+# Memory that a test filled would count as initialised.
+export FLASH_DMATTN_TEST_POISON=0
+
+for tool in "${tools[@]}"; do
+  flags=(--tool "$tool" --error-exitcode 1 --print-limit 20)
+  # Only this library's kernels; but who initialised memory must be seen of all.
+  [[ $tool == initcheck ]] || flags+=(--kernel-regex kns=flash_dmattn)
+  printf '=== %s\n' "$tool"
+  "$sanitizer" "${flags[@]}" "$build/tests/cuda/cuda_plan_test" --gtest_brief=1 \
+    --gtest_filter='PackMask.*:MakePlan.SmallProblems:MakePlan.NothingToPlan'
+  "$sanitizer" "${flags[@]}" "$build/tests/cuda/cuda_selection_test" --gtest_brief=1 \
+    --gtest_filter='SelectionCuda.EveryPathOnce:SelectionCuda.NothingToSelectFrom'
+  "$sanitizer" "${flags[@]}" "${PY:-python3}" -m pytest tests/gpu/test_every_kernel.py -q -p no:cacheprovider \
+    --timeout 1200
+done
