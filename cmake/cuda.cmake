@@ -1,10 +1,11 @@
-# Sets have_cuda. If it is on, defines cuda_sources, the libraries of compiled kernels cuda_kernel_objects and the function
+# Sets have_cuda. If it is on, defines cuda_sources, the objects of all kernels (cuda_kernel_objects) and the function
 # flash_dmattn_use_cuda(target); otherwise cuda_sources is what stands in for the backend.
 #
 #   FLASH_DMATTN_CUDA                ON, OFF or AUTO
 #   CMAKE_CUDA_ARCHITECTURES         as in any CMake project; default: machine code for the GPUs found here, or for
 #                                    compute capability 9.0 if there is none, and PTX of 8.0 for all others
 #   CMAKE_CUDA_COMPILER_LAUNCHER     ccache, for example
+#   FLASH_DMATTN_REPORT_SPILLS       ON: the compiler names kernels whose registers do not suffice
 
 set(least_cuda 12.0)  # whose compiler knows C++20
 
@@ -47,8 +48,8 @@ if(have_cuda)
   endif()
   enable_language(CUDA)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS least_cuda)
-    message(FATAL_ERROR "CUDA ${least_cuda} or newer is needed; ${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}. "
-                        "Set CMAKE_CUDA_COMPILER, or FLASH_DMATTN_CUDA=OFF to build without.")
+    message(FATAL_ERROR "CUDA ${least_cuda} or newer is needed; ${CMAKE_CUDA_COMPILER} is "
+                        "${CMAKE_CUDA_COMPILER_VERSION}. Set CMAKE_CUDA_COMPILER, or FLASH_DMATTN_CUDA=OFF for none.")
   endif()
   find_package(CUDAToolkit REQUIRED)
   message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
@@ -59,12 +60,17 @@ else()
   return()
 endif()
 
+option(FLASH_DMATTN_REPORT_SPILLS "Warn of kernels that keep registers in memory" OFF)
+
 function(flash_dmattn_use_cuda target)
   # The runtime is linked statically and finds the driver when it is first used: the library loads without a GPU.
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
                                              CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden
                                              VISIBILITY_INLINES_HIDDEN ON POSITION_INDEPENDENT_CODE ON)
   target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+  if(FLASH_DMATTN_REPORT_SPILLS)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=--warn-on-spills>)
+  endif()
   # Warnings that mean nothing here: annotations of defaulted functions, which the compiler adds by itself (20012), and
   # loops over pieces that small tiles have none of (128).
   target_compile_options(${target} PRIVATE
@@ -80,8 +86,8 @@ function(add_cuda_kernels name source)
   set(cuda_kernel_objects ${cuda_kernel_objects} PARENT_SCOPE)
 endfunction()
 
-# Attention: one file, compiled once for every launcher, element type and bucket of head dims. Large buckets take longest:
-# they come first, so that the build does not end on one of them.
+# Attention: one file, compiled once for every launcher, element type and bucket of head dims. Large buckets take
+# longest: they come first, so that the build does not end on one of them.
 foreach(head_dim IN ITEMS 256 192 128 96 64 32)
   foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
     foreach(direction IN ITEMS backward:BackwardParams query_backward:BackwardParams forward:ForwardParams)
@@ -95,11 +101,17 @@ foreach(head_dim IN ITEMS 256 192 128 96 64 32)
     endforeach()
   endforeach()
 endforeach()
-foreach(source IN ITEMS plan/make_plan plan/mask_intervals plan/pack_mask portable/gradient_passes selection/select_keys)
+foreach(source IN ITEMS decode/decode_bfloat16 decode/decode_float16 plan/full_tiles plan/make_plan plan/mask_intervals
+                        plan/pack_mask portable/gradient_passes selection/select_keys)
   get_filename_component(name ${source} NAME)
   add_cuda_kernels(cuda_${name} src/cuda/${source}.cu)
 endforeach()
-set(cuda_sources src/cuda/backend.cpp src/cuda/device_kernels.cpp src/cuda/prepared_visibility.cpp src/cuda/reports.cpp)
+set(cuda_sources
+    src/cuda/backend.cpp
+    src/cuda/decode/decode.cpp
+    src/cuda/device_kernels.cpp
+    src/cuda/prepared_visibility.cpp
+    src/cuda/reports.cpp)
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 set_source_files_properties(src/cuda/device_kernels.cpp PROPERTIES COMPILE_DEFINITIONS
                             "FLASH_DMATTN_CUDA_ARCHITECTURES=\"${architectures}\"")

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda/decode/decode.h"
 #include "cuda/device_kernels.h"
 #include "cuda/params.h"
 #include "cuda/portable/launch.h"
@@ -22,6 +23,12 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
+
+int processor_count() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
+}
 
 bool is_aligned(const TokenView& tokens) {
   return reinterpret_cast<std::uintptr_t>(tokens.data) % 16 == 0 && tokens.batch_stride % 8 == 0 &&
@@ -48,6 +55,7 @@ void fill(const AttentionProblem& problem, const PreparedVisibility& prepared, A
   params->key = problem.key;
   params->value = problem.value;
   params->bias = problem.bias;
+  params->mask = problem.mask;
   params->bias_by_row = problem.bias.defined() && problem.bias.rows > 1;
   params->batch = static_cast<std::int32_t>(problem.batch);
   params->rows = static_cast<std::int32_t>(problem.rows);
@@ -95,7 +103,11 @@ bool logging() {
   return enabled;
 }
 
-void log_call(const char* direction, const AttentionProblem& problem, bool planned) {
+const char* plan_kind(const PreparedVisibility& prepared) {
+  return prepared.planned ? "planned on the device in chunks of 1024 rows" : "dense";
+}
+
+void log_call(const char* direction, const AttentionProblem& problem, const char* kind) {
   if (!logging()) return;
   std::fprintf(stderr, "flash_dmattn: cuda/portable %s %s B%lld H%lld Hkv%lld Sq%lld Sk%lld D%lld%s%s%s%s: %s\n",
                name_of(problem.dtype), direction, static_cast<long long>(problem.batch),
@@ -103,8 +115,7 @@ void log_call(const char* direction, const AttentionProblem& problem, bool plann
                static_cast<long long>(problem.rows), static_cast<long long>(problem.keys),
                static_cast<long long>(problem.head_dim), problem.is_causal ? " causal" : "",
                problem.mask.defined() ? " mask" : "", problem.interval_begin.defined() ? " intervals" : "",
-               problem.bias.defined() ? " bias" : "",
-               planned ? "planned on the device in chunks of 1024 rows" : "dense");
+               problem.bias.defined() ? " bias" : "", kind);
 }
 
 std::int64_t bias_elements(const BroadcastView& bias) { return bias.batches * bias.heads * bias.rows * bias.keys; }
@@ -285,6 +296,10 @@ void launch_results(const BackwardProblem& problem, const PreparedVisibility& pr
 
 Status forward_workspace(const AttentionProblem& problem, std::size_t* bytes) {
   if (Status status = check_problem(problem); !status.ok()) return status;
+  if (decode_applies(problem)) {
+    *bytes = decode_workspace(problem, processor_count());
+    return {};
+  }
   Arena arena(nullptr);
   PreparedVisibility().prepare(problem, &arena, false, nullptr, nullptr);
   *bytes = arena.used();
@@ -294,15 +309,24 @@ Status forward_workspace(const AttentionProblem& problem, std::size_t* bytes) {
 Status forward(const ForwardProblem& problem, void* workspace, void* stream_handle) {
   auto* stream = static_cast<cudaStream_t>(stream_handle);
   Launches launches;
-  Arena arena(workspace);
   PreparedVisibility prepared;
-  prepared.prepare(problem, &arena, true, &launches, stream);
+  const bool decodes = decode_applies(problem);
+  Arena arena(workspace);
+  if (decodes) {
+    prepared.visibility = visibility_of(problem);
+  } else {
+    prepared.prepare(problem, &arena, true, &launches, stream);
+  }
   ForwardParams params;
   fill(problem, prepared, &params);
   params.out = problem.out;
   params.lse = static_cast<float*>(problem.lse);
   params.aligned = params.aligned && is_aligned(problem.out);
-  log_call("forward", problem, prepared.planned);
+  if (decodes) {
+    log_call("forward", problem, "few rows: keys split among blocks");
+    return status_of(launch_decode(params, problem.dtype, processor_count(), workspace, stream));
+  }
+  log_call("forward", problem, plan_kind(prepared));
   launches.then([&] {
     return by_type(problem, [&]<typename Element, int kHeadDim>() {
       return launch_forward<Element, kHeadDim>(params, prepared.planned, stream);
@@ -331,7 +355,7 @@ Status backward(const BackwardProblem& problem, void* workspace, void* stream_ha
   BackwardScratch scratch;
   scratch.take(problem, prepared, &arena);
   const BackwardParams params = backward_params(problem, prepared, scratch);
-  log_call("backward", problem, prepared.planned);
+  log_call("backward", problem, plan_kind(prepared));
   launches.then([&] { return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, stream); })
       .then([&] { return clear(scratch.dquery_sums, scratch.dquery_bytes, stream); })
       .then([&] { return clear(scratch.dkey_sums, scratch.key_bytes, stream); })

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/device_kernels.h"
+#include "cuda/plan/full_tiles.h"
 #include "cuda/plan/make_plan.h"
 #include "cuda/plan/pack_mask.h"
 
@@ -15,19 +16,6 @@ namespace {
 // A mask with an entry of its own for every row is packed; others are read as they are, once a key.
 bool needs_packing(const AttentionProblem& problem) {
   return problem.mask.defined() && without_copies(problem.mask).rows > 1;
-}
-
-Visibility visibility_of(const AttentionProblem& problem) {
-  Visibility visibility;
-  visibility.rows = static_cast<std::int32_t>(problem.rows);
-  visibility.keys = static_cast<std::int32_t>(problem.keys);
-  visibility.is_causal = problem.is_causal;
-  visibility.seqlens = problem.seqlens;
-  visibility.seqlens_stride = problem.seqlens_stride;
-  visibility.begin = problem.interval_begin;
-  visibility.end = problem.interval_end;
-  if (problem.mask.defined() && !needs_packing(problem)) visibility.key_mask = without_copies(problem.mask);
-  return visibility;
 }
 
 // What plan_shape looks at in a packed mask, before there is one.
@@ -43,6 +31,19 @@ PackedMask outline_of_packed(const BroadcastView& mask, std::int64_t rows, std::
 }
 
 }  // namespace
+
+Visibility visibility_of(const AttentionProblem& problem) {
+  Visibility visibility;
+  visibility.rows = static_cast<std::int32_t>(problem.rows);
+  visibility.keys = static_cast<std::int32_t>(problem.keys);
+  visibility.is_causal = problem.is_causal;
+  visibility.seqlens = problem.seqlens;
+  visibility.seqlens_stride = problem.seqlens_stride;
+  visibility.begin = problem.interval_begin;
+  visibility.end = problem.interval_end;
+  if (problem.mask.defined() && !needs_packing(problem)) visibility.key_mask = without_copies(problem.mask);
+  return visibility;
+}
 
 Status check_problem(const AttentionProblem& problem) {
   if (Status status = check_current_device(); !status.ok()) return status;
@@ -83,9 +84,13 @@ void PreparedVisibility::make(const AttentionProblem& problem, Arena* arena, boo
     }
   }
   const PlanShape shape = plan_shape(visibility, problem.batch, problem.heads, 0);
+  const std::int64_t plans = (shape.per_batch ? problem.batch : 1) * shape.plan_heads;
   void* memory = arena->take<std::byte>(plan_bytes(shape, problem.batch));
+  void* full_memory = arena->take<std::byte>(full_tiles_bytes(plans, shape.chunk_count, shape.tiles));
   if (launch) {
-    launches->then([&] { return make_plan(visibility, shape, problem.batch, memory, &plan, stream); });
+    launches->then([&] { return make_plan(visibility, shape, problem.batch, memory, &plan, stream); }).then([&] {
+      return find_full_tiles(visibility, plans, full_memory, &plan, stream);
+    });
   } else {
     // What sizes of scratch memory depend on.
     plan.head_divisor = shape.head_divisor;

@@ -36,6 +36,9 @@ Status check_problem(const AttentionProblem& problem);
 // Whether a plan is needed: the causal rule and lengths alone are arithmetic.
 bool is_planned(const AttentionProblem& problem);
 
+// What hides keys as it is given, but for a mask that differs by row, which only a plan has room for.
+Visibility visibility_of(const AttentionProblem& problem);
+
 // Visibility and plan in scratch memory, which is measured by the same code when the arena has no block.
 struct PreparedVisibility {
   Visibility visibility;

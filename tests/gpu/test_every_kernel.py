@@ -1,4 +1,7 @@
-"""One small call of every kernel, forward and backward: what `make test-sanitize` reruns under compute-sanitizer."""
+"""One small call of every kernel, forward and backward: what `make test-sanitize` reruns under compute-sanitizer.
+
+Inputs are made and results are judged on the CPU, so that the GPU runs nothing but what is tested.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import make_case, poison_unseen, run_library
+from cases import make_case, poison_unseen, run_library, to_device
 from compare import assert_case_close
-from flash_dmattn import prepare_mask, select_keys
+from flash_dmattn import KeyIntervals, prepare_mask, select_keys
+from oracle import Case
 
 pytestmark = pytest.mark.devices("cuda")
 HEAD_DIMS = [24, 64, 96, 128, 192, 256]  # one in every bucket, the first with padding
+on_cpu = torch.device("cpu")
+
+
+def assert_right(case: Case, mask: KeyIntervals | None = None, **options: bool) -> None:
+    """`case` is on the CPU; intervals may stand for its mask on the GPU."""
+    moved = Case(**to_device(vars(case if mask is None else replace(case, mask=mask))))
+    got = run_library(moved, **options)
+    with on_cpu:
+        assert_case_close(case, {name: tensor.cpu() for name, tensor in got.items()})
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -21,36 +34,41 @@ HEAD_DIMS = [24, 64, 96, 128, 192, 256]  # one in every bucket, the first with p
 def test_attention(dtype: torch.dtype, head_dim: int, planned: bool, row_bias: bool, deterministic: bool) -> None:
     rows, keys = 70, 133
     bias = (1, 2, rows, keys) if row_bias else (2, 1, keys)
-    lengths = torch.tensor([keys, 77], dtype=torch.int32)
-    case = make_case(
-        2, 2, 1, rows, keys, head_dim, dtype=dtype, bias=bias, seqlens_k=lengths, is_causal=True, with_dlse=True
-    )
-    if planned:
-        case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
-    case = poison_unseen(case)
-    assert_case_close(case, run_library(case, deterministic=deterministic))
+    with on_cpu:
+        options = {"seqlens_k": torch.tensor([keys, 77], dtype=torch.int32), "is_causal": True, "with_dlse": True}
+        case = make_case(2, 2, 1, rows, keys, head_dim, dtype=dtype, bias=bias, **options)
+        if planned:
+            case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
+        case = poison_unseen(case)
+    assert_right(case, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("form", ["key", "row and key", "transposed", "intervals"])
 def test_masks(form: str) -> None:
     """Both ways to read a mask, lists and ranges, over two chunks of rows."""
     rows, keys = 1100, 200
-    case = make_case(1, 2, 1, rows, keys, 32, bias=(1, 1, keys))
-    mask = {
-        "key": lambda: torch.rand(1, 1, keys) < 0.3,
-        "row and key": lambda: torch.rand(1, 1, rows, keys) < 0.01,
-        "transposed": lambda: torch.rand(1, 1, keys, rows).mT < 0.01,
-        "intervals": lambda: select_keys(torch.randn(1, 1, keys), 20, seqlen_q=rows),
-    }[form]()
-    dense = mask.dense_mask(rows) if form == "intervals" else mask
-    assert_case_close(replace(case, mask=dense), run_library(replace(case, mask=mask)))
+    intervals = None
+    with on_cpu:
+        case = make_case(1, 2, 1, rows, keys, 32, dtype=torch.bfloat16, bias=(1, 1, keys))
+        mask = {
+            "key": lambda: torch.rand(1, 1, keys) < 0.3,
+            "row and key": lambda: torch.rand(1, 1, rows, keys) < 0.01,
+            "transposed": lambda: torch.rand(1, 1, keys, rows).mT < 0.01,
+            "intervals": lambda: select_keys(torch.randn(1, 1, keys), 20, seqlen_q=rows),
+        }[form]()
+        if form == "intervals":
+            intervals, mask = mask, mask.dense_mask(rows)
+    assert_right(replace(case, mask=mask), intervals)
     if form != "key":
-        assert prepare_mask(dense).kind == ("intervals" if form == "intervals" else "mask")
+        begin, _, exact = torch.ops.flash_dmattn.mask_intervals(to_device(mask), False)
+        assert exact == (form == "intervals")
+        assert not exact or torch.equal(begin.cpu(), prepare_mask(mask).intervals.begin)
 
 
 @pytest.mark.parametrize("keys", [50, 3000, 40000])
 @pytest.mark.parametrize("scores", [torch.float32, torch.bfloat16], ids=str)
 def test_selection(keys: int, scores: torch.dtype) -> None:
-    values = torch.randn(1, 2, keys).to(scores)
-    got, expected = select_keys(values, 33), select_keys(values.cpu(), 33)
-    assert torch.equal(got.end.cpu(), expected.end)
+    with on_cpu:
+        values = torch.randn(1, 2, keys).to(scores)
+    got, expected = select_keys(to_device(values), 33), select_keys(values, 33)
+    assert torch.equal(got.begin.cpu(), expected.begin) and torch.equal(got.end.cpu(), expected.end)

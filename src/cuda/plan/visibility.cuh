@@ -1,6 +1,8 @@
 // Reading a Visibility on the device.
 #pragma once
 
+#include <initializer_list>
+
 #include "cuda/plan/visibility.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -61,6 +63,31 @@ __device__ inline std::uint32_t visible_word(const Visibility& visibility, RowRa
                                     (first_row % kChunkRows) / kWordRows];
   }
   return word;
+}
+
+// Whether a row of chunks [first_chunk, end_chunk) sees the key, exactly; where no mask is packed, whether any row
+// does. `range` is the key's visible_rows.
+__device__ inline bool any_row_sees(const Visibility& visibility, RowRange range, std::int32_t batch, std::int32_t head,
+                                    std::int32_t key, std::int32_t first_chunk, std::int32_t end_chunk) {
+  const PackedMask& packed = visibility.packed;
+  if (range.begin >= range.end || !packed.defined()) return range.begin < range.end;
+  for (std::int32_t chunk = max(first_chunk, range.begin / kChunkRows); chunk < end_chunk; ++chunk) {
+    const std::int64_t entry = packed.offset(batch, head, chunk, key);
+    const std::uint32_t units = packed.units[entry];
+    const std::int32_t begin = max(range.begin - chunk * kChunkRows, 0);
+    const std::int32_t end = min(range.end - chunk * kChunkRows, kChunkRows);
+    if (end <= begin) break;
+    if (units == 0) continue;
+    if ((units & bit_range((begin + kUnitRows - 1) / kUnitRows, end / kUnitRows)) != 0) return true;
+    // Units of which the range has a part.
+    for (const std::int32_t unit : {begin / kUnitRows, (end - 1) / kUnitRows}) {
+      for (std::int32_t row = unit * kUnitRows; row < (unit + 1) * kUnitRows; row += kWordRows) {
+        const std::uint32_t word = packed.words[entry * kChunkWords + row / kWordRows];
+        if ((word & bit_range(begin - row, end - row)) != 0) return true;
+      }
+    }
+  }
+  return false;
 }
 
 // Bit u: a row of unit u of the chunk may see the key. Exact but for a packed mask beside other rules, where a unit may

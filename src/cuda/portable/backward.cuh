@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/portable/backward_config.h"
+#include "cuda/portable/hide.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
 #include "cuda/ptx/block_product.cuh"
@@ -43,6 +44,7 @@ struct BackwardBlock {
   // A query head and a tile of rows.
   struct Step {
     int head, row_tile;  // row_tile -1: none
+    bool full;           // planned: every row sees every key
     __device__ bool exists() const { return row_tile >= 0; }
     __device__ int first_row() const { return row_tile * kRows; }
   };
@@ -50,6 +52,7 @@ struct BackwardBlock {
   struct Walk {
     int head, position;   // dense: the next tile of rows; planned: the chunk
     std::uint32_t units;  // planned: what is left of the chunk
+    std::uint32_t full;   // planned: those units that see all of the block's keys
   };
 
   // What is the same for the whole block is here too: registers are short.
@@ -111,7 +114,7 @@ struct BackwardBlock {
   __device__ int row_tiles() const { return (params.rows + kRows - 1) / kRows; }
 
   __device__ Walk first_step() const {
-    return {block.first_head, kPlanned ? block.first_chunk - 1 : first_row_tile(), 0};
+    return {block.first_head, kPlanned ? block.first_chunk - 1 : first_row_tile(), 0, 0};
   }
 
   // Dense: the first tile of rows that sees any of the block's keys.
@@ -122,22 +125,23 @@ struct BackwardBlock {
     return min(max(0, first_key - (existing() - params.rows)) / kRows, row_tiles());
   }
 
-  // Units of a chunk of rows that see the block's keys.
-  __device__ std::uint32_t units_of(int chunk) const {
+  // Notes the units of a chunk of rows that see the block's keys.
+  __device__ void look_at_chunk(int chunk, Walk* walk) const {
     const int plan_chunk = block.plan_chunk + chunk - block.first_chunk;
     int tile = block.tile * Config::kListTiles;
     if (!block.listed) {
       const ChunkKeys chunk_keys = params.plan.chunks[plan_chunk];
-      if (chunk_keys.first < 0) return 0;
+      if (chunk_keys.first < 0) return;
       tile -= chunk_keys.first / kListTile;
     }
-    const std::uint16_t* units = params.plan.tile_units + static_cast<std::int64_t>(plan_chunk) * params.plan.tiles;
-    std::uint32_t seen = 0;
+    const std::int64_t entry = static_cast<std::int64_t>(plan_chunk) * params.plan.tiles;
+    walk->full = ~0u;
 #pragma unroll
     for (int part = 0; part < Config::kListTiles; ++part) {
-      if (tile + part >= 0 && tile + part < params.plan.tiles) seen |= units[tile + part];
+      const bool exists = tile + part >= 0 && tile + part < params.plan.tiles;
+      walk->units |= exists ? params.plan.tile_units[entry + tile + part] : 0;
+      walk->full &= exists ? params.plan.tile_full[entry + tile + part] : 0;
     }
-    return seen;
   }
 
   // By one thread, three steps ahead.
@@ -151,20 +155,21 @@ struct BackwardBlock {
         walk.position = first_row_tile();
         ++walk.head;
       }
-      if (walk.head >= block.end_head || walk.position >= row_tiles()) return {0, -1};
-      return {walk.head, walk.position++};
+      if (walk.head >= block.end_head || walk.position >= row_tiles()) return {0, -1, false};
+      return {walk.head, walk.position++, false};
     } else {
       constexpr int kTileUnits = kRows / kUnitRows;
       while (walk.units == 0) {
         if (++walk.position >= block.end_chunk) {
-          if (++walk.head >= block.end_head) return {0, -1};
+          if (++walk.head >= block.end_head) return {0, -1, false};
           walk.position = block.first_chunk;
         }
-        walk.units = units_of(walk.position);
+        look_at_chunk(walk.position, &walk);
       }
       const int tile = (__ffs(static_cast<int>(walk.units)) - 1) / kTileUnits;
-      walk.units &= ~(((1u << kTileUnits) - 1) << (tile * kTileUnits));
-      return {walk.head, walk.position * (kChunkRows / kRows) + tile};
+      const std::uint32_t units = ((1u << kTileUnits) - 1) << (tile * kTileUnits);
+      walk.units &= ~units;
+      return {walk.head, walk.position * (kChunkRows / kRows) + tile, (walk.full & units) == units};
     }
   }
 
@@ -180,7 +185,11 @@ struct BackwardBlock {
                   : -1;
       }
       const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, existing(), key);
-      const bool visible = range.begin < range.end;
+      bool visible = range.begin < range.end;
+      if constexpr (kPlanned) {
+        visible = any_row_sees(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
+                               block.end_chunk);
+      }
       shared.key[place] = visible ? key : -1;
       shared.range[place] = range;
 #pragma unroll
@@ -199,16 +208,17 @@ struct BackwardBlock {
     }
   }
 
-  __device__ void load_keys(DimTile target, const TokenView& tokens) const {
-    const auto* base = static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
-                       block.key_head * tokens.head_stride;
+  __device__ TokenRows rows_of(const TokenView& tokens, int head, int first) const {
+    return {static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
+                head * tokens.head_stride + first * tokens.token_stride,
+            tokens.token_stride};
+  }
+
+  __device__ void load_keys() const {
+    const DimTile tiles[] = {keys, values};
+    const TokenRows sources[] = {rows_of(params.key, block.key_head, 0), rows_of(params.value, block.key_head, 0)};
     load_rows<kKeys, kHeadDim, kThreads>(
-        target,
-        [&](int row, bool aligned) {
-          const int key = shared.key[row];
-          return RowSource{row_pointer(base, key, tokens, aligned), key >= 0};
-        },
-        params.head_dim, params.aligned);
+        tiles, sources, [&](int row) { return shared.key[row]; }, params.head_dim, params.aligned);
   }
 
   // Rows past the last have facts too.
@@ -223,21 +233,16 @@ struct BackwardBlock {
 
   // Queries and output gradients. Rows that see no key are zeros, whatever they hold.
   __device__ void load_step(Step step, int stage, int slot) const {
-    const auto at = [&](const TokenView& tokens) {
-      return static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
-             step.head * tokens.head_stride + step.first_row() * tokens.token_stride;
-    };
-    const std::uint16_t *query = at(params.query), *dout = at(params.dout);
-    load_row_pairs<kRows, kHeadDim, kThreads>(
-        queries(stage), output_gradients(stage),
-        [&](int row, bool aligned) {
-          return RowSourcePair{row_pointer(query, row, params.query, aligned),
-                               row_pointer(dout, row, params.dout, aligned), shared.row_facts[slot][row].x != INFINITY};
-        },
-        params.head_dim, params.aligned);
+    const DimTile tiles[] = {queries(stage), output_gradients(stage)};
+    const TokenRows sources[] = {rows_of(params.query, step.head, step.first_row()),
+                                 rows_of(params.dout, step.head, step.first_row())};
+    load_rows<kRows, kHeadDim, kThreads>(
+        tiles, sources, [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim,
+        params.aligned);
   }
 
   __device__ void make_words(Step step, int buffer) const {
+    if (step.full) return;
 #pragma unroll
     for (int index = static_cast<int>(threadIdx.x); index < kKeys * Config::kWords; index += kThreads) {
       const int word = index / kKeys, place = index % kKeys;
@@ -302,12 +307,25 @@ struct BackwardBlock {
     }
     bool hides = true;
     if constexpr (kPlanned) {
-      hide_by_words(scores, buffer);
+      hides = !step.full;
+      if (hides) {
+        // A warp's rows lie in one word.
+        hide_by_words(
+            scores, shared.words[buffer][score_row() / kWordRows], score_row() % kWordRows,
+            [&](int n) { return column_of(n); }, 0.0f);
+      }
     } else {
       // Rows past the last have probabilities of 0 without help.
       const int last_key = block.tile * kKeys + kKeys - 1;
       hides = causal_limit(params.visibility, existing(), step.first_row()) <= last_key;
-      if (hides) hide_past_limits(scores, step.first_row());
+      if (hides) {
+        hide_past_limits(
+            scores,
+            [&](int i) {
+              return causal_limit(params.visibility, existing(), step.first_row() + row_of(i)) - block.tile * kKeys;
+            },
+            [&](int n) { return column_of(n); }, 0.0f);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
@@ -317,37 +335,6 @@ struct BackwardBlock {
         store_shared(pair_address(probabilities, i, n), pack<Element>(pair[0], pair[1]));
       }
     return hides;
-  }
-
-  __device__ void hide_past_limits(float (&scores)[kMTiles][kNTiles][4], int first_row) const {
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const int row = first_row + row_of(i);
-      const int limit = row < params.rows ? causal_limit(params.visibility, existing(), row) - block.tile * kKeys : 0;
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          if (column_of(n) + pair >= limit) scores[i / 2][n][2 * (i % 2) + pair] = 0;
-        }
-    }
-  }
-
-  __device__ void hide_by_words(float (&scores)[kMTiles][kNTiles][4], int buffer) const {
-    // A warp's rows lie in one word.
-    const std::uint32_t* words = shared.words[buffer][score_row() / kWordRows];
-    const int shift = score_row() % kWordRows + lane / 4;
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
-      const uint2 pair_words = *reinterpret_cast<const uint2*>(words + column_of(n));
-      const std::uint32_t shifted[2] = {pair_words.x >> shift, pair_words.y >> shift};
-#pragma unroll
-      for (int i = 0; i < kThreadRows; ++i)
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          if ((shifted[pair] & (1u << (8 * i))) == 0) scores[i / 2][n][2 * (i % 2) + pair] = 0;
-        }
-    }
   }
 
   // `gradients` are those of the probabilities and become those of the scores, before softcap.
@@ -595,8 +582,7 @@ struct BackwardBlock {
     load_row_facts(shared.steps[1], 1);
     int head = shared.steps[0].exists() ? shared.steps[0].head : block.first_head;
     read_key_bias(head);
-    load_keys(keys, params.key);
-    load_keys(values, params.value);
+    load_keys();
     commit_copies();
     wait_copies<0>();
     __syncthreads();

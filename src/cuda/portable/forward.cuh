@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/portable/forward_config.h"
+#include "cuda/portable/hide.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
 #include "cuda/ptx/block_product.cuh"
@@ -59,26 +60,29 @@ struct ForwardBlock {
   // The first of the thread's two columns of column tile n.
   __device__ int column_of(int n) const { return n * 8 + 2 * (lane % 4); }
 
+  __device__ TokenRows rows_of(const TokenView& tokens, int token_head, int first) const {
+    return {static_cast<const std::uint16_t*>(tokens.data) + recomputed(batch) * tokens.batch_stride +
+                recomputed(token_head) * tokens.head_stride + first * tokens.token_stride,
+            tokens.token_stride};
+  }
+
   __device__ void load_queries() const {
-    const auto* base = static_cast<const std::uint16_t*>(params.query.data) + batch * params.query.batch_stride +
-                       head * params.query.head_stride;
+    const Tile tiles[] = {queries};
+    const TokenRows sources[] = {rows_of(params.query, head, first_row)};
     load_rows<Config::kRows, kHeadDim, Config::kThreads>(
-        queries,
-        [&](int row, bool aligned) {
-          return RowSource{row_pointer(base, first_row + row, params.query, aligned), first_row + row < params.rows};
-        },
-        params.head_dim, params.aligned);
+        tiles, sources, [&](int row) { return first_row + row < params.rows ? row : -1; }, params.head_dim,
+        params.aligned);
   }
 
   // `tokens` is key or value. In a plan, `tile` names the facts to go by, else the position of the tile.
   __device__ void load_tile(Tile target, const TokenView& tokens, int tile) const {
-    const auto* base = static_cast<const std::uint16_t*>(tokens.data) + recomputed(batch) * tokens.batch_stride +
-                       recomputed(key_head) * tokens.head_stride;
+    const Tile tiles[] = {target};
+    const TokenRows sources[] = {rows_of(tokens, key_head, kPlanned ? 0 : tile * kTileKeys)};
     load_rows<kTileKeys, kHeadDim, Config::kThreads>(
-        target,
-        [&](int row, bool aligned) {
-          const int key = kPlanned ? planned.facts[tile].key[row] : tile * kTileKeys + row;
-          return RowSource{row_pointer(base, key, tokens, aligned), kPlanned ? key >= 0 : key < existing};
+        tiles, sources,
+        [&](int row) {
+          if constexpr (kPlanned) return planned.facts[tile].key[row];
+          return tile * kTileKeys + row < existing ? row : -1;
         },
         params.head_dim, params.aligned);
   }
@@ -92,7 +96,8 @@ struct ForwardBlock {
 
   // sums += probabilities values
   __device__ void multiply_values() {
-    const std::uint32_t value_lane = values.lane_address(row_major_lane_row(lane), row_major_lane_half(lane));
+    const int any_lane = recomputed(lane);
+    const std::uint32_t value_lane = values.lane_address(row_major_lane_row(any_lane), row_major_lane_half(any_lane));
     constexpr int kPairs = kDimTiles / 2, kDepths = kTileKeys / 16;
     const auto load = [&](std::uint32_t(&fragment)[4], int depth, int pair) {
       load_matrices_transposed(fragment, Tile::column_block(value_lane, pair) + depth * 16 * Tile::kRowBytes);
@@ -155,37 +160,15 @@ struct ForwardBlock {
   }
 
   // Hides what the causal rule and the length hide.
-  __device__ void hide_past_limits(int tile) {
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const int limit = causal_limit(params.visibility, existing, first_row + row_of(i)) - tile * kTileKeys;
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          if (column_of(n) + pair >= limit) scores[i / 2][n][2 * (i % 2) + pair] = -INFINITY;
-        }
-    }
+  __device__ void hide_tile(int tile) {
+    hide_past_limits(
+        scores,
+        [&](int i) { return causal_limit(params.visibility, existing, first_row + row_of(i)) - tile * kTileKeys; },
+        [&](int n) { return column_of(n); }, -INFINITY);
   }
 
   __device__ const std::uint32_t* warp_words(const Facts& tile) const {
     return tile.words[warp * Config::kWarpRows / kWordRows];
-  }
-
-  __device__ void hide_by_words(const Facts& tile) {
-    const std::uint32_t* words = warp_words(tile);
-    const int shift = (warp * Config::kWarpRows) % kWordRows + lane / 4;
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
-      const uint2 pair_words = *reinterpret_cast<const uint2*>(words + column_of(n));
-      const std::uint32_t shifted[2] = {pair_words.x >> shift, pair_words.y >> shift};
-#pragma unroll
-      for (int i = 0; i < kThreadRows; ++i)
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          if ((shifted[pair] & (1u << (8 * i))) == 0) scores[i / 2][n][2 * (i % 2) + pair] = -INFINITY;
-        }
-    }
   }
 
   // Turns scores into probabilities relative to the new row maxima and rescales what was summed before.
@@ -272,7 +255,7 @@ struct ForwardBlock {
       commit_copies();
       multiply_keys();
       if (params.score.transforms) transform_scores(tile);
-      if ((tile + 1) * kTileKeys > first_limit) hide_past_limits(tile);
+      if ((tile + 1) * kTileKeys > first_limit) hide_tile(tile);
       wait_copies<0>();
       __syncthreads();
       if (tile > 0) load_tile(keys, params.key, tile - 1);
@@ -335,12 +318,16 @@ struct ForwardBlock {
       __syncthreads();
       load_tile(values, params.value, buffer);
       commit_copies();
-      bool sees_any, sees_all;
-      look_at_words(facts, &sees_any, &sees_all);
+      bool sees_any = true, sees_all = true;
+      if (!is_full(tile)) look_at_words(facts, &sees_any, &sees_all);
       if (sees_any) {
         multiply_keys();
         if (params.score.transforms) transform_scores(buffer);
-        if (!sees_all) hide_by_words(facts);
+        if (!sees_all) {
+          hide_by_words(
+              scores, warp_words(facts), warp * Config::kWarpRows % kWordRows, [&](int n) { return column_of(n); },
+              -INFINITY);
+        }
       }
       make_facts(flight, ahead, buffer ^ 1);
       wait_copies<0>();

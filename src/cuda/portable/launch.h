@@ -17,7 +17,7 @@ constexpr int bucket_of(int head_dim) {
   return 0;
 }
 
-// One unit of compilation for each element type and bucket (instances.cu.in).
+// One unit of compilation for each element type and bucket (instance.cu).
 template <typename Element, int kHeadDim>
 cudaError_t launch_forward(const ForwardParams& params, bool planned, cudaStream_t stream);
 template <typename Element, int kHeadDim>

@@ -1,4 +1,4 @@
-// Definitions of the attention launchers, for instances.cu.in.
+// Definitions of the attention launchers, for instance.cu.
 #pragma once
 
 #include "cuda/portable/backward.cuh"

@@ -3,6 +3,7 @@
 // backward.cuh needs.
 #pragma once
 
+#include "cuda/portable/hide.cuh"
 #include "cuda/portable/query_backward_config.h"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
@@ -14,24 +15,26 @@ template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
 struct QueryBackwardBlock {
   using Config = QueryBackwardConfig<kHeadDim, kPlanned>;
   static constexpr int kTileKeys = Config::kTileKeys;
-  static constexpr int kNTiles = kTileKeys / 8, kDimTiles = kHeadDim / 8;
+  static constexpr int kMTiles = Config::kWarpRows / 16, kThreadRows = 2 * kMTiles;
+  static constexpr int kNTiles = Config::kPartKeys / 8, kDimTiles = kHeadDim / 8;
   using Tile = SharedTile<kHeadDim>;
   using Tiles = PlannedTiles<kTileKeys, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
 
   const BackwardParams& params;
-  int batch, head, first_row, existing, chunk;
+  int batch, head, key_head, first_row, existing, chunk;
   int warp, lane;
   Tile queries, output_gradients;
   Tiles& planned;  // only in a plan
-  float scores[1][kNTiles][4], gradients[1][kNTiles][4];
-  float sums[1][kDimTiles][4];
-  RowFacts facts[2];  // of the thread's rows
+  float scores[kMTiles][kNTiles][4], gradients[kMTiles][kNTiles][4];
+  float sums[kMTiles][kDimTiles][4];
+  RowFacts facts[kThreadRows];  // of the thread's rows
 
   __device__ QueryBackwardBlock(const BackwardParams& params, int batch, int head, int first_row, unsigned char* shared)
       : params(params),
         batch(batch),
         head(head),
+        key_head(head / params.group),
         first_row(first_row),
         existing(key_count(params.visibility, batch)),
         chunk(kPlanned ? static_cast<int>(params.plan.first_chunk(batch, head)) + first_row / kChunkRows : 0),
@@ -51,7 +54,7 @@ struct QueryBackwardBlock {
     return {keys(stage).address + static_cast<std::uint32_t>(Config::kTileBytes)};
   }
 
-  __device__ int row_of(int i) const { return warp * 16 + i * 8 + lane / 4; }
+  __device__ int row_of(int i) const { return warp * Config::kWarpRows + i * 8 + lane / 4; }
   __device__ int column_of(int n) const { return n * 8 + 2 * (lane % 4); }
 
   __device__ void load_row_tiles() {
@@ -61,19 +64,18 @@ struct QueryBackwardBlock {
       return first_row + row < params.rows ? source[first_row + row] : make_float2(INFINITY, 0);
     };
 #pragma unroll
-    for (int i = 0; i < 2; ++i) facts[i] = facts_of(row_of(i));
-    const auto at = [&](const TokenView& tokens) {
-      return static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
-             first_row * tokens.token_stride;
-    };
-    const std::uint16_t *query = at(params.query), *dout = at(params.dout);
-    load_row_pairs<Config::kRows, kHeadDim, Config::kThreads>(
-        queries, output_gradients,
-        [&](int row, bool aligned) {
-          return RowSourcePair{row_pointer(query, row, params.query, aligned),
-                               row_pointer(dout, row, params.dout, aligned), facts_of(row).x != INFINITY};
-        },
-        params.head_dim, params.aligned);
+    for (int i = 0; i < kThreadRows; ++i) facts[i] = facts_of(row_of(i));
+    const Tile tiles[] = {queries, output_gradients};
+    const TokenRows sources[] = {rows_of(params.query, head, first_row), rows_of(params.dout, head, first_row)};
+    load_rows<Config::kRows, kHeadDim, Config::kThreads>(
+        tiles, sources, [&](int row) { return facts_of(row).x != INFINITY ? row : -1; }, params.head_dim,
+        params.aligned);
+  }
+
+  __device__ TokenRows rows_of(const TokenView& tokens, int token_head, int first) const {
+    return {static_cast<const std::uint16_t*>(tokens.data) + recomputed(batch) * tokens.batch_stride +
+                recomputed(token_head) * tokens.head_stride + first * tokens.token_stride,
+            tokens.token_stride};
   }
 
   // `tile` is a buffer of facts in a plan, else the position.
@@ -84,39 +86,31 @@ struct QueryBackwardBlock {
   }
 
   __device__ void load_tile(int tile, int stage) const {
-    const auto at = [&](const TokenView& tokens) {
-      return static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride +
-             head / params.group * tokens.head_stride;
-    };
-    const std::uint16_t *key_base = at(params.key), *value_base = at(params.value);
-    load_row_pairs<kTileKeys, kHeadDim, Config::kThreads>(
-        keys(stage), values(stage),
-        [&](int row, bool aligned) {
-          const int key = key_at(tile, row);
-          return RowSourcePair{row_pointer(key_base, key, params.key, aligned),
-                               row_pointer(value_base, key, params.value, aligned), key >= 0};
-        },
-        params.head_dim, params.aligned);
+    const Tile tiles[] = {keys(stage), values(stage)};
+    const TokenRows sources[] = {rows_of(params.key, key_head, 0), rows_of(params.value, key_head, 0)};
+    load_rows<kTileKeys, kHeadDim, Config::kThreads>(
+        tiles, sources, [&](int row) { return key_at(tile, row); }, params.head_dim, params.aligned);
   }
 
-  // The softcap's derivative replaces nothing: it is worked out again from the capped scores, which `capped` receives.
-  __device__ void transform_scores(int tile, float (&capped)[1][kNTiles][4]) {
+  __device__ void multiply_keys(int stage, int first_column) {
+    clear(scores);
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries, warp * Config::kWarpRows,
+                                                                             keys(stage), first_column);
+  }
+
+  __device__ void transform_scores(int tile, int first_column) {
     scale_products(params.score, scores);
-    if (params.score.softcap_log2 != 0) {
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) capped[0][n][i] = scores[0][n][i];
-    }
     const BroadcastView& bias = params.bias;
     if (!bias.defined()) return;
     const std::int64_t offset = bias.offset(batch, head);
-    const auto key_of = [&](int n, int pair) { return key_at(tile, column_of(n) + pair); };
+    const auto key_of = [&](int n, int pair) { return key_at(tile, first_column + column_of(n) + pair); };
     if constexpr (kRowBias) {
       add_row_bias<Element>(bias, offset, params.rows, scores, [&](int i) { return first_row + row_of(i); }, key_of);
     } else {
       add_key_bias(scores, [&](int n) {
-        if constexpr (kPlanned) return *reinterpret_cast<const float2*>(&planned.facts[tile].bias[column_of(n)]);
+        if constexpr (kPlanned) {
+          return *reinterpret_cast<const float2*>(&planned.facts[tile].bias[first_column + column_of(n)]);
+        }
         const auto read = [&](int key) {
           return key < 0 ? 0.0f : kLog2E * load_bias<Element>(bias, offset + key * bias.key_stride);
         };
@@ -125,28 +119,34 @@ struct QueryBackwardBlock {
     }
   }
 
-  __device__ bool sees(int tile, int i, int column) const {
+  __device__ void hide(int tile, int first_column, bool full) {
+    const auto column = [&](int n) { return first_column + column_of(n); };
     if constexpr (kPlanned) {
-      const int row = row_of(i);
-      return (planned.facts[tile].words[row / kWordRows][column] >> (row % kWordRows) & 1) != 0;
+      if (full) return;
+      const int row = warp * Config::kWarpRows;
+      hide_by_words(scores, planned.facts[tile].words[row / kWordRows], row % kWordRows, column, -INFINITY);
+    } else {
+      const auto limit_of = [&](int i) {
+        return causal_limit(params.visibility, existing, first_row + row_of(i)) - tile * kTileKeys;
+      };
+      if (limit_of(0) < kTileKeys) hide_past_limits(scores, limit_of, column, -INFINITY);
     }
-    return tile * kTileKeys + column < causal_limit(params.visibility, existing, first_row + row_of(i));
   }
 
   // Adds to places that no other block adds to.
-  __device__ void add_bias_gradients(int tile) const {
+  __device__ void add_bias_gradients(int tile, int first_column) const {
     const BroadcastView& dbias = params.dbias;
     float* place = params.dbias_sums + dbias.offset(batch, head);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int row = first_row + row_of(i);
       float sum = 0;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const int key = key_at(tile, column_of(n) + pair);
-          const float gradient = gradients[0][n][2 * i + pair];
+          const int key = key_at(tile, first_column + column_of(n) + pair);
+          const float gradient = gradients[i / 2][n][2 * (i % 2) + pair];
           if (dbias.keys == 1) {
             sum += gradient;
           } else if (key >= 0 && row < params.rows) {
@@ -160,56 +160,77 @@ struct QueryBackwardBlock {
     }
   }
 
-  __device__ void run_tile(int tile, int stage) {
-    clear(scores);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries, warp * 16, keys(stage),
-                                                                             0);
-    float capped[1][kNTiles][4];
-    if (params.score.transforms) transform_scores(tile, capped);
+  // `full`: in a plan, every row sees every key.
+  __device__ void run_tile(int tile, int stage, bool full = false) {
+#pragma unroll 1
+    for (int first_column = 0; first_column < kTileKeys; first_column += Config::kPartKeys) {
+      run_part(tile, stage, first_column, full);
+    }
+  }
+
+  // The keys of a tile from first_column on.
+  __device__ void run_part(int tile, int stage, int first_column, bool full) {
+    multiply_keys(stage, first_column);
+    if (params.score.transforms) transform_scores(tile, first_column);
+    hide(tile, first_column, full);
     clear(gradients);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients, warp * 16,
-                                                                             values(stage), 0);
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(
+        gradients, output_gradients, warp * Config::kWarpRows, values(stage), first_column);
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const int at = 2 * i + pair;
-          const float probability = exp2_fast(fmaf(scores[0][n][at], params.score.multiplier, -facts[i].x));
-          float& gradient = gradients[0][n][at];
-          // Not NaN where nothing is seen.
-          const bool counts = probability != 0 && sees(tile, i, column_of(n) + pair);
-          gradient = counts ? probability * (gradient - facts[i].y) : 0;
+          const int at = 2 * (i % 2) + pair;
+          const float probability = exp2_fast(fmaf(scores[i / 2][n][at], params.score.multiplier, -facts[i].x));
+          float& gradient = gradients[i / 2][n][at];
+          gradient = probability == 0 ? 0 : probability * (gradient - facts[i].y);  // not NaN where nothing is seen
         }
-    if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(tile);
+    if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(tile, first_column);
     if (params.score.softcap_log2 != 0) {
+      // Once more, since the capped scores are gone: there are no registers to keep them in.
+      multiply_keys(stage, first_column);
+      scale_products(params.score, scores);
 #pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
+      for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float ratio = capped[0][n][i] * params.score.inverse_softcap_log2;
-          gradients[0][n][i] *= 1 - ratio * ratio;
-        }
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float ratio = scores[m][n][i] * params.score.inverse_softcap_log2;
+            gradients[m][n][i] *= 1 - ratio * ratio;
+          }
     }
-    multiply_gradients(stage);
+    multiply_gradients(stage, first_column);
   }
 
   // sums += score gradients x keys
-  __device__ void multiply_gradients(int stage) {
-    const std::uint32_t key_lane = keys(stage).lane_address(row_major_lane_row(lane), row_major_lane_half(lane));
+  __device__ void multiply_gradients(int stage, int first_key) {
+    const int any_lane = recomputed(lane);
+    const std::uint32_t key_lane =
+        keys(stage).lane_address(first_key + row_major_lane_row(any_lane), row_major_lane_half(any_lane));
 #pragma unroll
-    for (int depth = 0; depth < kTileKeys / 16; ++depth) {
-      const float(&left)[4] = gradients[0][2 * depth];
-      const float(&right)[4] = gradients[0][2 * depth + 1];
-      const std::uint32_t a[4] = {pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
-                                  pack<Element>(right[0], right[1]), pack<Element>(right[2], right[3])};
+    for (int depth = 0; depth < Config::kPartKeys / 16; ++depth) {
+      std::uint32_t a[kMTiles][4];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        const float(&left)[4] = gradients[m][2 * depth];
+        const float(&right)[4] = gradients[m][2 * depth + 1];
+        a[m][0] = pack<Element>(left[0], left[1]);
+        a[m][1] = pack<Element>(left[2], left[3]);
+        a[m][2] = pack<Element>(right[0], right[1]);
+        a[m][3] = pack<Element>(right[2], right[3]);
+      }
 #pragma unroll
       for (int pair = 0; pair < kDimTiles / 2; ++pair) {
         std::uint32_t b[4];
         load_matrices_transposed(b, Tile::column_block(key_lane, pair) + depth * 16 * Tile::kRowBytes);
-        multiply<Element>(sums[0][2 * pair], a, b[0], b[1]);
-        multiply<Element>(sums[0][2 * pair + 1], a, b[2], b[3]);
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+          multiply<Element>(sums[m][2 * pair], a[m], b[0], b[1]);
+          multiply<Element>(sums[m][2 * pair + 1], a[m], b[2], b[3]);
+        }
       }
     }
   }
@@ -236,7 +257,8 @@ struct QueryBackwardBlock {
 
   __device__ int next_planned() {
     constexpr std::uint32_t kBlockUnits = (1u << (Config::kRows / kUnitRows)) - 1;
-    return planned.next(params.plan, chunk, kBlockUnits << (first_row % kChunkRows / kUnitRows));
+    return planned.next(params.plan, recomputed(chunk),
+                        kBlockUnits << (recomputed(first_row) % kChunkRows / kUnitRows));
   }
 
   // As in forward.cuh: indices three tiles ahead, facts two, words one.
@@ -266,9 +288,9 @@ struct QueryBackwardBlock {
       if (Config::kStages == 2 && ahead >= 0) load_tile(buffer ^ 1, stage ^ 1);
       flight = planned.template request_facts<Element>(params, far_ahead, buffer, existing);
       const int next = far_ahead < 0 ? -1 : next_planned();
-      planned.request_index(params.plan, chunk, next, buffer ^ 1);
+      planned.request_index(params.plan, recomputed(chunk), next, buffer ^ 1);
       commit_copies();
-      run_tile(buffer, stage);
+      run_tile(buffer, stage, is_full(tile));
       __syncthreads();
       if (Config::kStages == 1) {
         if (ahead >= 0) load_tile(buffer ^ 1, 0);
@@ -283,18 +305,18 @@ struct QueryBackwardBlock {
   __device__ void store() const {
     const std::uint32_t lane_bytes = 4 * (lane % 4);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
       for (int n = 0; n < kDimTiles; ++n) {
-        const float* pair = &sums[0][n][2 * i];
+        const float* pair = &sums[i / 2][n][2 * (i % 2)];
         store_shared(queries.piece(row_of(i), n) + lane_bytes,
                      pack<Element>(pair[0] * params.scale, pair[1] * params.scale));
       }
     __syncwarp();  // a warp's queries, and now results, are its own
     auto* base = static_cast<std::uint16_t*>(params.dquery.data) + batch * params.dquery.batch_stride +
                  head * params.dquery.head_stride;
-    for (int index = lane; index < 16 * Tile::kPieces; index += 32) {
-      const int row = warp * 16 + index / Tile::kPieces, piece = index % Tile::kPieces;
+    for (int index = lane; index < Config::kWarpRows * Tile::kPieces; index += 32) {
+      const int row = warp * Config::kWarpRows + index / Tile::kPieces, piece = index % Tile::kPieces;
       if (first_row + row >= params.rows) continue;
       std::uint32_t words[4];
       load_shared_16(words, queries.piece(row, piece));
@@ -319,7 +341,8 @@ struct QueryBackwardBlock {
 // One block a tile of rows of a head; with a bias gradient that several heads or batch elements share, it takes them
 // one after another, as it alone owns its rows of that gradient.
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
-__global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kPlanned>::kThreads, 1)
+__global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kPlanned>::kThreads,
+                                  QueryBackwardConfig<kHeadDim, kPlanned>::kBlocksPerProcessor)
     query_backward_kernel(const __grid_constant__ BackwardParams params, int shared_batches, int shared_heads) {
   using Config = QueryBackwardConfig<kHeadDim, kPlanned>;
   extern __shared__ __align__(1024) unsigned char shared[];

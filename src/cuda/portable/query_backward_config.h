@@ -7,15 +7,20 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// As in the forward, a warp owns 32 rows where registers allow, so that a fragment of keys serves two products. Scores
+// of a tile are made in parts, since they and their gradients take registers at the same time.
 template <int kHeadDimBucket, bool kPlanned>
 struct QueryBackwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
-  static constexpr int kWarps = kHeadDim <= 128 ? 8 : 4;
+  static constexpr int kWarpRows = kHeadDim <= 128 ? 32 : 16;
+  static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = 16 * kWarps;
+  static constexpr int kRows = kWarpRows * kWarps;
   static constexpr int kTileKeys = kListTile;
+  static constexpr int kPartKeys = 32;
   static constexpr int kWords = kRows / kWordRows;
-  static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;  // tiles of keys and values on their way
+  static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;  // tiles of keys and values on their way
+  static constexpr int kBlocksPerProcessor = kHeadDim <= 128 ? 2 : 1;
   static constexpr std::size_t kRowBytes = std::size_t{kRows} * kHeadDim * 2;
   static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
   static constexpr std::size_t kPlanBytes =

@@ -36,79 +36,77 @@ __device__ __noinline__ void load_piece_by_element(std::uint32_t target, const s
   }
 }
 
-// Where a row begins, and whether there is such a row; otherwise it is made of zeros and not read.
-struct RowSource {
-  const std::uint16_t* pointer;
-  bool exists;
+// Tokens of one batch element and head, from one token on.
+struct TokenRows {
+  const std::uint16_t* base;
+  std::int64_t stride;  // elements from row to row; less than 2^30 if rows are aligned
+
+  __device__ const std::uint16_t* row(std::int32_t index) const { return base + index * stride; }
+
+  // The same in one instruction.
+  __device__ const std::uint16_t* aligned_row(std::int32_t index) const {
+    const std::uint16_t* pointer;
+    asm("mad.wide.s32 %0, %1, %2, %3;"
+        : "=l"(pointer)
+        : "r"(index), "r"(static_cast<std::int32_t>(stride) * 2), "l"(base));
+    return pointer;
+  }
 };
 
-// Row `index` of tokens that begin at `base`. `aligned` tokens have strides of less than 2^31 bytes.
+// Row `index` of tokens that begin at `base`.
 __device__ inline const std::uint16_t* row_pointer(const std::uint16_t* base, std::int32_t index,
                                                    const TokenView& tokens, bool aligned) {
-  if (!aligned) return base + index * tokens.token_stride;
-  const auto bytes = static_cast<std::int32_t>(tokens.token_stride) * 2;
-  return reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const char*>(base) +
-                                                static_cast<std::int64_t>(index) * bytes);
+  const TokenRows rows = {base, tokens.token_stride};
+  return aligned ? rows.aligned_row(index) : rows.row(index);
 }
 
-struct RowSourcePair {
-  const std::uint16_t *first, *second;
-  bool exist;
-};
-
-// Starts copying kRows rows into each of two tiles; source_of(row, aligned) says where they are. Columns from head_dim
-// on are zero. Rows that are not `aligned` are read element by element, and are there when this returns.
-template <int kRows, int kColumns, int kThreads, bool kPair, typename SourceOf>
-__device__ inline void load_rows_of(SharedTile<kColumns> first, SharedTile<kColumns> second, SourceOf source_of,
-                                    int head_dim, bool aligned) {
+// Starts copying kRows rows of one or two tensors, each into a tile; index_of(row) says which, less than 0: a row of
+// zeros. Columns from head_dim on are zero. Rows that are not `aligned` are read element by element, and are there when
+// this returns.
+template <int kRows, int kColumns, int kThreads, int kTensors, typename IndexOf>
+__device__ inline void load_rows(const SharedTile<kColumns> (&tiles)[kTensors], const TokenRows (&sources)[kTensors],
+                                 IndexOf index_of, int head_dim, bool aligned) {
   using Shares = RowShares<kColumns, kThreads>;
+  constexpr int kSteps = kRows / Shares::kRowsAtOnce;
+  constexpr bool kWide = Shares::kPiecesPerThread >= 4;
   static_assert(kRows % Shares::kRowsAtOnce == 0 && Shares::kRowsAtOnce % 8 == 0);
   const int piece = Shares::piece();
   if (aligned) {
-    // Rows 8 apart are swizzled alike, and pieces kThreadsPerRow apart lie as far apart as they would unswizzled.
-    const std::uint32_t target = first.piece(Shares::row(), piece);
+    // All at once: copies that are under way keep later reads of shared memory behind them.
+    std::int32_t indices[kSteps];
 #pragma unroll
-    for (int step = 0; step < kRows / Shares::kRowsAtOnce; ++step) {
-      const RowSourcePair source = source_of(Shares::row() + step * Shares::kRowsAtOnce, true);
+    for (int step = 0; step < kSteps; ++step) indices[step] = index_of(Shares::row() + step * Shares::kRowsAtOnce);
 #pragma unroll
-      for (int part = 0; part < Shares::kPiecesPerThread; ++part) {
-        const int offset = part * Shares::kThreadsPerRow;
-        const bool valid = source.exist && (piece + offset) * 8 < head_dim;
-        const std::uint32_t place = target + step * Shares::kRowsAtOnce * SharedTile<kColumns>::kRowBytes + offset * 16;
-        copy_async_16(place, source.first + (piece + offset) * 8, valid);
-        if (kPair) copy_async_16(place + second.address - first.address, source.second + (piece + offset) * 8, valid);
+    for (int tensor = 0; tensor < kTensors; ++tensor) {
+      // Rows 8 apart are swizzled alike, and pieces kThreadsPerRow apart lie as far apart as they would unswizzled.
+      const std::uint32_t target = tiles[tensor].piece(Shares::row(), piece);
+      const TokenRows source = {sources[tensor].base + piece * 8, sources[tensor].stride};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const std::int32_t index = indices[step];
+        const std::uint16_t* row = kWide ? source.row(index) : source.aligned_row(index);
+#pragma unroll
+        for (int part = 0; part < Shares::kPiecesPerThread; ++part) {
+          const int offset = part * Shares::kThreadsPerRow;
+          copy_async_16(target + step * Shares::kRowsAtOnce * SharedTile<kColumns>::kRowBytes + offset * 16,
+                        row + offset * 8, index >= 0 && (piece + offset) * 8 < head_dim);
+        }
       }
     }
   } else {
 #pragma unroll 1
     for (int row = Shares::row(); row < kRows; row += Shares::kRowsAtOnce) {
-      const RowSourcePair source = source_of(row, false);
+      const std::int32_t index = index_of(row);
 #pragma unroll 1
       for (int at = piece; at < Shares::kPieces; at += Shares::kThreadsPerRow) {
-        load_piece_by_element<kColumns>(first.piece(row, at), source.exist ? source.first : nullptr, at, head_dim);
-        if (kPair) {
-          load_piece_by_element<kColumns>(second.piece(row, at), source.exist ? source.second : nullptr, at, head_dim);
+#pragma unroll
+        for (int tensor = 0; tensor < kTensors; ++tensor) {
+          load_piece_by_element<kColumns>(tiles[tensor].piece(row, at),
+                                          index < 0 ? nullptr : sources[tensor].row(index), at, head_dim);
         }
       }
     }
   }
-}
-
-template <int kRows, int kColumns, int kThreads, typename SourceOf>
-__device__ inline void load_rows(SharedTile<kColumns> tile, SourceOf source_of, int head_dim, bool aligned) {
-  load_rows_of<kRows, kColumns, kThreads, false>(
-      tile, tile,
-      [&](int row, bool is_aligned) {
-        const RowSource source = source_of(row, is_aligned);
-        return RowSourcePair{source.pointer, source.pointer, source.exists};
-      },
-      head_dim, aligned);
-}
-
-template <int kRows, int kColumns, int kThreads, typename SourceOf>
-__device__ inline void load_row_pairs(SharedTile<kColumns> first, SharedTile<kColumns> second, SourceOf source_of,
-                                      int head_dim, bool aligned) {
-  load_rows_of<kRows, kColumns, kThreads, true>(first, second, source_of, head_dim, aligned);
 }
 
 // Stores one row's piece of 8 elements, given as four packed words.

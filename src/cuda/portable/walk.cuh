@@ -12,9 +12,14 @@ namespace flash_dmattn::internal::cuda {
 // Where a warp's walk over a chunk's list is; in shared memory, because kernels have no register to spare for it.
 struct WalkState {
   std::uint32_t seen;              // tiles of the group that are still to visit
+  std::uint32_t full;              // those of which all rows see all keys
   std::int32_t group, next_group;  // first tile of this group of 32 and of the next
-  std::int32_t padding;
 };
+
+// Marks a tile of a walk of which all of the block's rows see all keys.
+constexpr int kFullTile = 1 << 30;
+__device__ inline bool is_full(int tile) { return tile >= 0 && (tile & kFullTile) != 0; }
+__device__ inline int position_of(int tile) { return tile & (kFullTile - 1); }
 
 // What a block knows of a tile's keys: which they are, which of the block's rows see them, their bias.
 template <int kTileKeys, int kWords>
@@ -78,29 +83,36 @@ struct PlannedTiles {
     __syncthreads();
   }
 
-  // The next tile that rows of `units` see, or -1. Each warp walks on its own, all lanes together.
+  // The next tile that rows of `units` see, perhaps marked kFullTile, or -1. Each warp walks on its own, all lanes
+  // together.
   __device__ int next(const DevicePlan& plan, int plan_chunk, std::uint32_t units) {
     const int tiles = (chunk.count + kTileKeys - 1) / kTileKeys;
     WalkState& place = walks[threadIdx.x / 32];
     WalkState state = place;
     while (state.seen == 0 && state.next_group < tiles) {
       const int tile = state.next_group + static_cast<int>(threadIdx.x) % 32;
-      std::uint32_t tile_units = 0;
-      if (tile < tiles) tile_units = plan.tile_units[static_cast<std::int64_t>(plan_chunk) * plan.tiles + tile];
-      state = {__ballot_sync(~0u, (tile_units & units) != 0), state.next_group, state.next_group + 32, 0};
+      std::uint32_t tile_units = 0, tile_full = 0;
+      if (tile < tiles) {
+        const std::int64_t entry = static_cast<std::int64_t>(plan_chunk) * plan.tiles + tile;
+        tile_units = plan.tile_units[entry];
+        tile_full = plan.tile_full[entry];
+      }
+      state = {__ballot_sync(~0u, (tile_units & units) != 0), __ballot_sync(~0u, (tile_full & units) == units),
+               state.next_group, state.next_group + 32};
     }
     const int bit = __ffs(static_cast<int>(state.seen)) - 1;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) place = {state.seen & (state.seen - 1), state.group, state.next_group, 0};
+    if (threadIdx.x % 32 == 0) place = {state.seen & (state.seen - 1), state.full, state.group, state.next_group};
     __syncwarp();
-    return bit < 0 ? -1 : state.group + bit;
+    if (bit < 0) return -1;
+    return (state.group + bit) | ((state.full >> bit & 1) != 0 ? kFullTile : 0);
   }
 
   __device__ static bool has_place() { return threadIdx.x < kTileKeys; }
 
   __device__ void request_index(const DevicePlan& plan, int plan_chunk, int tile, int buffer) {
     if (tile < 0 || !has_place()) return;
-    const int position = tile * kTileKeys + static_cast<int>(threadIdx.x);
+    const int position = position_of(tile) * kTileKeys + static_cast<int>(threadIdx.x);
     if (chunk.first >= 0) {
       index[buffer][threadIdx.x] = position < chunk.count ? chunk.first + position : -1;
     } else {
@@ -117,16 +129,17 @@ struct PlannedTiles {
     const int place = static_cast<int>(threadIdx.x), key = index[buffer][place];
     if (key < 0 || key >= existing) return flight;
     const Visibility& visibility = params.visibility;
-    if (begins != nullptr) {
+    const bool full = is_full(tile);
+    if (!full && begins != nullptr) {
       copy_async_4(shared_address(&begin[place]), begins + key * visibility.begin.key_stride, true);
       copy_async_4(shared_address(&end[place]), ends + key * visibility.end.key_stride, true);
     }
-    if (packed_words != nullptr) {
+    if (!full && packed_words != nullptr) {
       const std::uint32_t* words = packed_words + key * visibility.packed.key_stride * kChunkWords;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) copy_async_4(shared_address(&packed[place][word]), words + word, true);
     }
-    if (key_mask != nullptr) flight.hidden = key_mask[key * visibility.key_mask.key_stride] == 0;
+    if (!full && key_mask != nullptr) flight.hidden = key_mask[key * visibility.key_mask.key_stride] == 0;
     if (key_bias != nullptr) {
       const std::int64_t offset = key * params.bias.key_stride;
       flight.bias = params.bias.dtype == DType::kFloat32
@@ -140,6 +153,11 @@ struct PlannedTiles {
                              int first_row) {
     if (tile < 0 || !has_place()) return;
     const int place = static_cast<int>(threadIdx.x), key = index[buffer][place];
+    facts[buffer].bias[place] = flight.bias * kLog2E;
+    if (is_full(tile)) {
+      facts[buffer].key[place] = key;  // nobody looks at words
+      return;
+    }
     RowRange range = {0, visibility.rows};
     if (key < 0 || key >= existing || flight.hidden) range.end = 0;
     if (visibility.is_causal) range.begin = key - (existing - visibility.rows);
@@ -157,7 +175,6 @@ struct PlannedTiles {
       any |= visible;
     }
     facts[buffer].key[place] = any != 0 ? key : -1;
-    facts[buffer].bias[place] = flight.bias * kLog2E;
   }
 };
 

@@ -1,0 +1,107 @@
+// Puts the parts of a row's result together, and stores it.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/decode/config.h"
+#include "cuda/portable/scores.cuh"
+
+namespace flash_dmattn::internal::cuda {
+
+// What is known of a row: x its highest score in units of log2, y the sum of its probabilities relative to that.
+__device__ inline float weight_of(float highest, float total_highest) {
+  return exp2_fast(highest - (total_highest == -INFINITY ? 0.0f : total_highest));
+}
+
+__device__ inline float lse_of(float2 total) {
+  const bool empty = total.x == -INFINITY && total.y == 0;
+  return empty ? -INFINITY : kLn2 * (total.x + log2f(total.y));
+}
+
+__device__ inline float inverse_sum(float2 total) {
+  return total.x == -INFINITY && total.y == 0 ? 0.0f : 1.0f / total.y;
+}
+
+template <typename Element>
+__device__ inline void store_result(const DecodeParams& params, int batch, int head, int row, int column, float value) {
+  if (column >= params.head_dim) return;
+  auto* out = static_cast<Element*>(params.out.data) + batch * params.out.batch_stride + row * params.out.token_stride +
+              head * params.out.head_stride;
+  out[column] = static_cast<Element>(value);
+}
+
+constexpr int kCombineWarps = 4;
+
+// Parts of a row's result, added up. Element i of the lane is column i * 32 + lane.
+template <int kHeadDim>
+struct PartialRow {
+  static constexpr int kColumns = kHeadDim / 32;
+  float2 facts = make_float2(-INFINITY, 0);
+  float sums[kColumns] = {};
+
+  // Adds parts first, first + step, ... below `count`, those of a batch read at the same time.
+  __device__ void add(const float2* part_facts, const float* part_sums, int pitch, int first, int count, int step) {
+    constexpr int kBatch = 4;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (; first < count; first += kBatch * step) {
+      float2 part[kBatch];
+      float part_sum[kBatch][kColumns];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int index = first + i * step;
+        part[i] = make_float2(-INFINITY, 0);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) part_sum[i][j] = 0;
+        if (index >= count) continue;
+        part[i] = part_facts[index];
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          part_sum[i][j] = part_sums[static_cast<std::int64_t>(index) * pitch + j * 32 + lane];
+        }
+      }
+      float highest = facts.x;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) highest = fmaxf(highest, part[i].x);
+      const float rescale = weight_of(facts.x, highest);
+      facts = make_float2(highest, facts.y * rescale);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) sums[j] *= rescale;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float weight = weight_of(part[i].x, highest);
+        facts.y += part[i].y * weight;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) sums[j] += part_sum[i][j] * weight;
+      }
+    }
+  }
+};
+
+// One block for each query row of a head; each warp adds up every fourth split, and the first warp the four.
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __grid_constant__ DecodeParams params) {
+  __shared__ float warp_sums[kCombineWarps][kHeadDim];
+  __shared__ float2 warp_facts[kCombineWarps];
+  const auto place = static_cast<std::int64_t>(blockIdx.x);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  PartialRow<kHeadDim> own;
+  own.add(params.partial_facts + place * params.splits, params.partial_sums + place * params.splits * kHeadDim,
+          kHeadDim, warp, params.splits, kCombineWarps);
+#pragma unroll
+  for (int j = 0; j < own.kColumns; ++j) warp_sums[warp][j * 32 + lane] = own.sums[j];
+  if (lane == 0) warp_facts[warp] = own.facts;
+  __syncthreads();
+  if (warp != 0) return;
+  PartialRow<kHeadDim> total;
+  total.add(warp_facts, warp_sums[0], kHeadDim, 0, kCombineWarps, 1);
+  const int row = static_cast<int>(place % params.rows);
+  const int head = static_cast<int>(place / params.rows % params.heads);
+  const int batch = static_cast<int>(place / params.rows / params.heads);
+#pragma unroll
+  for (int j = 0; j < total.kColumns; ++j) {
+    store_result<Element>(params, batch, head, row, j * 32 + lane, total.sums[j] * inverse_sum(total.facts));
+  }
+  if (lane == 0) params.lse[place] = lse_of(total.facts);
+}
+
+}  // namespace flash_dmattn::internal::cuda

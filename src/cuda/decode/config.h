@@ -1,0 +1,70 @@
+// Tile sizes of the decode kernel and what it takes beside ForwardParams.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/params.h"
+
+namespace flash_dmattn::internal::cuda {
+
+constexpr int kDecodeRows = 16;          // rows of a tensor core product: the (query row, head of the group) of a block
+constexpr int kMostWindow = 256;         // keys that a warp looks through at once: 8 bytes of a mask per lane
+constexpr int kLaneKeys = 8;             // of those, a lane's
+constexpr int kShareUnit = 64;           // a split has a multiple of this many keys
+constexpr int kMostSplitKeys = 1 << 16;  // a listed key is 16 bits, counted from the first of its split
+
+// Keys of each split of `existing` keys; the last ones get what is left.
+constexpr std::int32_t decode_split_keys(std::int32_t existing, std::int32_t splits) {
+  return ((existing - 1) / splits / kShareUnit + 1) * kShareUnit;
+}
+
+constexpr int decode_warps(int bucket) { return bucket <= 128 ? 4 : 2; }
+
+// Every warp has its own tiles in shared memory, two of keys and two of values, and never waits for another. A block
+// takes at most 75 KiB, so that three fit a processor of sm_90 and one fits the smallest (sm_86, sm_89, sm_120).
+template <int kHeadDimBucket>
+struct DecodeConfig {
+  static constexpr int kHeadDim = kHeadDimBucket;
+  static constexpr int kWarps = decode_warps(kHeadDim);
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kTileKeys = kHeadDim <= 64 ? 32 : 16;
+  static constexpr int kStages = 2;
+  static constexpr int kBlocksPerProcessor = 3;
+
+  // Shared memory: tiles of each warp (later its sums), queries, lists of each warp (later what is known of its rows).
+  static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
+  static constexpr std::size_t kTilesBytes = kWarps * 2 * kStages * kTileBytes;
+  static constexpr std::size_t kQueryBytes = std::size_t{kDecodeRows} * kHeadDim * 2;
+  static constexpr int kListKeys = kMostWindow + kTileKeys;
+  static constexpr std::size_t kSharedBytes = kTilesBytes + kQueryBytes + kWarps * kListKeys * sizeof(std::uint32_t);
+
+  // A row of sums has a gap behind it, so that rows start in different banks.
+  static constexpr int kSumsPitch = kHeadDim + 8;
+  static_assert(kWarps * kDecodeRows * kSumsPitch * sizeof(float) <= kTilesBytes);
+};
+
+struct DecodeParams : ForwardParams {
+  // All rows of a block see the same keys.
+  bool uniform = false;
+  // `uniform`, and keys are hidden by their existence and a mask with the keys' entries side by side only.
+  bool by_bytes = false;
+  std::int32_t row_tiles = 1;         // blocks that share the rows of a key head
+  std::int32_t splits = 1;            // blocks that share the keys
+  std::int32_t window = kMostWindow;  // keys a warp looks through at once, a multiple of kLaneKeys
+  // What each split leaves, if there are several.
+  float* partial_sums = nullptr;    // (B, H, Sq, splits, bucket): probabilities times values
+  float2* partial_facts = nullptr;  // (B, H, Sq, splits): the highest score in units of log2, the sum of probabilities
+};
+
+// `params` with the rest filled in. `workspace`: decode_partial_bytes.
+DecodeParams decode_params(const ForwardParams& params, std::int32_t splits, void* workspace);
+std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim);
+
+// One unit of compilation for each element type. Enqueues the kernels of one problem.
+template <typename Element, int kHeadDim>
+cudaError_t launch_decode_kernels(const DecodeParams& params, cudaStream_t stream);
+
+}  // namespace flash_dmattn::internal::cuda

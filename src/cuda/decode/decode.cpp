@@ -1,0 +1,138 @@
+#include "cuda/decode/decode.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/decode/config.h"
+#include "cuda/portable/launch.h"
+#include "plan/arena.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+// Measured on an H200 against the portable forward, 8 key heads of 4 query heads, D 128, bf16, no mask:
+//   one query row, 64 keys: 1.2 times (batch 1) to 0.33 times (32) its time; 256 keys: 0.93 to 0.24; 4096: 0.1 to 0.2;
+//   16 query rows, batch 4: 0.76 (1024 keys), 0.44 (8192); 32: 1.36 and 0.85.
+// Up to 16 query rows keys and values are read at most as often as by kernels that own rows of one head each.
+constexpr std::int64_t kMostRows = 16;
+constexpr std::int64_t kLeastKeys = 256;
+// A list waits for the entries of every row and head that has its own, one after another.
+constexpr std::int64_t kMostDistinctEntries = 4;
+// A split of fewer keys is not worth the sums that it leaves.
+constexpr std::int64_t kLeastSplitKeys = 256;
+// What a block costs beside its keys, in keys: where all are read, and where a mask or intervals hide most of them
+// (measured with 2048 of 65536 kept, on an H200).
+constexpr std::int64_t kDenseBlockCost = 256, kListedBlockCost = 2048;
+constexpr std::int64_t kMostRounds = 4;          // of blocks on all multiprocessors
+constexpr std::int64_t kBlocksPerProcessor = 3;  // of DecodeConfig
+
+constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// The number of splits for which the last block ends first, were all blocks of one round equally fast.
+std::int32_t split_count(std::int64_t batch, std::int64_t key_heads, std::int64_t group_rows, std::int64_t keys,
+                         bool listed, int processors) {
+  const std::int64_t blocks = std::max<std::int64_t>(batch * key_heads * divide_up(group_rows, kDecodeRows), 1);
+  const std::int64_t slots = std::max<std::int64_t>(kBlocksPerProcessor * processors, 1);
+  const std::int64_t least = std::max<std::int64_t>(divide_up(keys, kMostSplitKeys - kShareUnit), 1);
+  const std::int64_t most = std::max(std::min(keys / kLeastSplitKeys, divide_up(kMostRounds * slots, blocks)), least);
+  std::int64_t best = least, best_cost = 0;
+  for (std::int64_t splits = least; splits <= most; ++splits) {
+    const std::int64_t block_cost = divide_up(keys, splits) + (listed ? kListedBlockCost : kDenseBlockCost);
+    const std::int64_t cost = divide_up(blocks * splits, slots) * block_cost;
+    if (splits == least || cost < best_cost) best = splits, best_cost = cost;
+  }
+  return static_cast<std::int32_t>(best);
+}
+
+// Whether rows of a key head read different entries.
+bool differs_by_head(const BroadcastView& view, std::int64_t group) {
+  return view.defined() && view.head_stride != 0 && view.head_divisor < group;
+}
+
+}  // namespace
+
+bool decode_applies(const AttentionProblem& problem) {
+  const auto few_entries = [&](const BroadcastView& view) {
+    const std::int64_t of_rows = view.row_stride != 0 ? problem.rows : 1;
+    return of_rows * (differs_by_head(view, problem.group()) ? problem.group() : 1) <= kMostDistinctEntries;
+  };
+  return problem.rows <= kMostRows && problem.keys >= kLeastKeys && few_entries(problem.mask) &&
+         few_entries(problem.interval_begin) && few_entries(problem.interval_end);
+}
+
+std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim) {
+  if (splits == 1) return 0;
+  Arena arena(nullptr);
+  const auto parts = static_cast<std::size_t>(results * splits);
+  arena.take<float>(parts * static_cast<std::size_t>(bucket_of(head_dim)));
+  arena.take<float2>(parts);
+  return arena.used();
+}
+
+std::size_t decode_workspace(const AttentionProblem& problem, int processors) {
+  const bool listed = problem.mask.defined() || problem.interval_begin.defined();
+  const std::int32_t splits =
+      split_count(problem.batch, problem.key_heads, problem.rows * problem.group(), problem.keys, listed, processors);
+  return decode_partial_bytes(problem.batch * problem.heads * problem.rows, splits, static_cast<int>(problem.head_dim));
+}
+
+DecodeParams decode_params(const ForwardParams& params, std::int32_t splits, void* workspace) {
+  DecodeParams decode;
+  static_cast<ForwardParams&>(decode) = params;
+  const Visibility& visibility = params.visibility;
+  const bool by_row =
+      params.rows > 1 && (visibility.is_causal || visibility.begin.defined() || params.mask.row_stride != 0);
+  decode.uniform = !by_row && !differs_by_head(params.mask, params.group) &&
+                   !differs_by_head(visibility.begin, params.group) && !differs_by_head(visibility.end, params.group);
+  decode.by_bytes =
+      decode.uniform && !visibility.begin.defined() && (!params.mask.defined() || params.mask.key_stride == 1);
+  decode.row_tiles = static_cast<std::int32_t>(divide_up(std::int64_t{params.rows} * params.group, kDecodeRows));
+  decode.splits = splits;
+  const int bucket = bucket_of(params.head_dim);
+  // Windows of equal size, so that warps get equal shares. Lanes take kLaneKeys neighbours each, or one key of
+  // every 32.
+  const std::int64_t unit = decode.by_bytes ? kLaneKeys : 32;
+  const std::int64_t warp_keys =
+      std::max<std::int64_t>(divide_up(decode_split_keys(params.keys, splits), decode_warps(bucket)), 1);
+  const std::int64_t window = divide_up(warp_keys, divide_up(warp_keys, kMostWindow));
+  decode.window = static_cast<std::int32_t>(divide_up(window, unit) * unit);
+  if (splits > 1) {
+    Arena arena(workspace);
+    const auto parts = static_cast<std::size_t>(params.batch) * static_cast<std::size_t>(params.heads) *
+                       static_cast<std::size_t>(params.rows) * static_cast<std::size_t>(splits);
+    decode.partial_sums = arena.take<float>(parts * static_cast<std::size_t>(bucket));
+    decode.partial_facts = arena.take<float2>(parts);
+  }
+  return decode;
+}
+
+cudaError_t launch_decode(const ForwardParams& params, DType dtype, int processors, void* workspace,
+                          cudaStream_t stream) {
+  const bool listed = params.mask.defined() || params.visibility.begin.defined();
+  const std::int32_t splits = split_count(params.batch, params.key_heads, std::int64_t{params.rows} * params.group,
+                                          params.keys, listed, processors);
+  const DecodeParams decode = decode_params(params, splits, workspace);
+  const auto launch = [&](auto element) {
+    using Element = decltype(element);
+    switch (bucket_of(params.head_dim)) {
+      case 32:
+        return launch_decode_kernels<Element, 32>(decode, stream);
+      case 64:
+        return launch_decode_kernels<Element, 64>(decode, stream);
+      case 96:
+        return launch_decode_kernels<Element, 96>(decode, stream);
+      case 128:
+        return launch_decode_kernels<Element, 128>(decode, stream);
+      case 192:
+        return launch_decode_kernels<Element, 192>(decode, stream);
+      default:
+        return launch_decode_kernels<Element, 256>(decode, stream);
+    }
+  };
+  return dtype == DType::kBFloat16 ? launch(__nv_bfloat16()) : launch(__half());
+}
+
+}  // namespace flash_dmattn::internal::cuda

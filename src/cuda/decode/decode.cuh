@@ -1,0 +1,405 @@
+// Attention of a few query rows over many keys: bound by the reading of keys and values.
+//
+// All heads of a group and all query rows are the rows of one product, so that keys and values are read once. A block
+// owns a part of the keys (a split) and each of its warps a share of that: it lists the keys that some row sees,
+// gathers them by cp.async into tiles of its own, two ahead, and keeps sums of its own. The warps' sums are put
+// together at the end, those of the splits by a second kernel.
+#pragma once
+
+#include "cuda/decode/combine.cuh"
+#include "cuda/decode/config.h"
+#include "cuda/decode/key_list.cuh"
+#include "cuda/portable/scores.cuh"
+#include "cuda/portable/tokens.cuh"
+#include "cuda/ptx/block_product.cuh"
+
+namespace flash_dmattn::internal::cuda {
+
+template <typename Element, int kHeadDim>
+struct DecodeWarp {
+  using Config = DecodeConfig<kHeadDim>;
+  using Tile = SharedTile<kHeadDim>;
+  static constexpr int kTileKeys = Config::kTileKeys;
+  static constexpr int kKeyTiles = kTileKeys / 8;  // columns of a score fragment
+  static constexpr int kDimTiles = kHeadDim / 8;
+  static constexpr int kDepths = kHeadDim / 16;
+  using List = KeyList<kTileKeys, Config::kWarps>;
+  // A warp's 32 lanes share rows of a tile like this: a few neighbours (128 bytes at a time) take a row.
+  static constexpr int kLanesPerRow = Tile::kPieces % 8 == 0 ? 8 : 4;
+  static constexpr int kRowsAtOnce = 32 / kLanesPerRow;
+
+  const DecodeParams& params;
+  const DecodeBlock& block;
+  int lane;
+  const std::uint16_t *key_base, *value_base;  // of the split's first key
+  std::uint32_t tiles;                         // the warp's shared memory: keys, values, keys, values
+  Tile query_tile;
+  float scores[1][kKeyTiles][4];
+  float sums[1][kDimTiles][4];
+  float row_max[2], row_sum[2];
+
+  __device__ DecodeWarp(const DecodeParams& params, const DecodeBlock& block, unsigned char* shared)
+      : params(params), block(block), lane(static_cast<int>(threadIdx.x) % 32) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const auto base_of = [&](const TokenView& tokens) {
+      return static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
+             block.key_head * tokens.head_stride + block.begin * tokens.token_stride;
+    };
+    key_base = base_of(params.key);
+    value_base = base_of(params.value);
+    tiles = shared_address(shared) + static_cast<std::uint32_t>(warp * (Config::kTilesBytes / Config::kWarps));
+    query_tile.address = shared_address(shared) + static_cast<std::uint32_t>(Config::kTilesBytes);
+    clear(sums);
+    row_max[0] = row_max[1] = -INFINITY;
+    row_sum[0] = row_sum[1] = 0;
+  }
+
+  __device__ Tile key_tile(int stage) const { return {tiles + stage * 2 * static_cast<int>(Config::kTileBytes)}; }
+  __device__ Tile value_tile(int stage) const {
+    return {tiles + (stage * 2 + 1) * static_cast<int>(Config::kTileBytes)};
+  }
+  // The row i (0 or 1) of the block of which the lane holds scores, and the first of its two columns of column tile n.
+  __device__ int row_of(int i) const { return lane / 4 + 8 * i; }
+  __device__ int column_of(int n) const { return n * 8 + 2 * (lane % 4); }
+
+  // All threads of the block together; the first group of copies.
+  __device__ void load_queries() {
+    for (int index = static_cast<int>(threadIdx.x); index < kDecodeRows * Tile::kPieces; index += Config::kThreads) {
+      const int m = index / Tile::kPieces, piece = index % Tile::kPieces;
+      const bool exists = m < block.count;
+      const auto* source =
+          static_cast<const std::uint16_t*>(params.query.data) + block.batch * params.query.batch_stride;
+      if (exists) source += block.row(m) * params.query.token_stride + block.head(m) * params.query.head_stride;
+      if (params.aligned) {
+        copy_async_16(query_tile.piece(m, piece), source + piece * 8, exists && piece * 8 < params.head_dim);
+      } else {
+        load_piece_by_element<kHeadDim>(query_tile.piece(m, piece), exists ? source : nullptr, piece, params.head_dim);
+      }
+    }
+    commit_copies();
+  }
+
+  __device__ void load_query_fragment(std::uint32_t (&fragment)[4], int depth) const {
+    load_matrices(fragment, Tile::column_block(
+                                query_tile.lane_address(row_major_lane_row(lane), row_major_lane_half(lane)), depth));
+  }
+
+  // Starts copying the rows of `tokens`, which begin at `base`, of a tile of listed keys. Places without a key become
+  // zeros.
+  __device__ void load_tile(Tile target, const std::uint16_t* base, const TokenView& tokens, ListedKey keys) const {
+    const int own_lane = recomputed(lane);  // no register to spare for addresses
+    const int lane_row = own_lane / kLanesPerRow, lane_piece = own_lane % kLanesPerRow;
+#pragma unroll
+    for (int step = 0; step < kTileKeys / kRowsAtOnce; ++step) {
+      const int row = lane_row + step * kRowsAtOnce;
+      const ListedKey key = __shfl_sync(~0u, keys, row);
+      const auto distance = static_cast<std::int32_t>(key & 0xffff);
+      if (params.aligned) {
+        // Strides of aligned tokens fit: one instruction.
+        const auto bytes = std::int64_t{distance} * (static_cast<std::int32_t>(tokens.token_stride) * 2);
+        const auto* source =
+            reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const unsigned char*>(base) + bytes);
+#pragma unroll
+        for (int piece = 0; piece < Tile::kPieces; piece += kLanesPerRow) {
+          copy_async_16(target.piece(row, piece + lane_piece), source + (piece + lane_piece) * 8,
+                        key != 0 && (piece + lane_piece) * 8 < params.head_dim);
+        }
+      } else {
+        const std::uint16_t* source = key != 0 ? base + distance * tokens.token_stride : nullptr;
+#pragma unroll 1
+        for (int piece = lane_piece; piece < Tile::kPieces; piece += kLanesPerRow) {
+          load_piece_by_element<kHeadDim>(target.piece(row, piece), source, piece, params.head_dim);
+        }
+      }
+    }
+  }
+
+  // scores = queries keys^T
+  __device__ void multiply_keys(Tile keys) {
+    clear(scores);
+    const std::uint32_t key_lane = keys.lane_address(column_major_lane_row(lane), column_major_lane_half(lane));
+#pragma unroll
+    for (int depth = 0; depth < kDepths; ++depth) {
+      std::uint32_t a[4];
+      load_query_fragment(a, depth);
+#pragma unroll
+      for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+        std::uint32_t b[4];
+        load_matrices(b, Tile::column_block(key_lane, depth) + pair * 16 * Tile::kRowBytes);
+        multiply<Element>(scores[0][2 * pair], a, b[0], b[1]);
+        multiply<Element>(scores[0][2 * pair + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // sums += probabilities values
+  __device__ void multiply_values(Tile values) {
+    const std::uint32_t value_lane = values.lane_address(row_major_lane_row(lane), row_major_lane_half(lane));
+#pragma unroll
+    for (int depth = 0; depth < kTileKeys / 16; ++depth) {
+      const float(&left)[4] = scores[0][2 * depth];
+      const float(&right)[4] = scores[0][2 * depth + 1];
+      const std::uint32_t a[4] = {pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
+                                  pack<Element>(right[0], right[1]), pack<Element>(right[2], right[3])};
+#pragma unroll
+      for (int pair = 0; pair < kDimTiles / 2; ++pair) {
+        std::uint32_t b[4];
+        load_matrices_transposed(b, Tile::column_block(value_lane, pair) + depth * 16 * Tile::kRowBytes);
+        multiply<Element>(sums[0][2 * pair], a, b[0], b[1]);
+        multiply<Element>(sums[0][2 * pair + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // The biases of the lane's scores in a tile; places without a key get the bias of the split's first.
+  __device__ void load_biases(float (&biases)[kKeyTiles][4], ListedKey keys) const {
+    const BroadcastView& bias = params.bias;
+    if (!bias.defined()) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int m = min(row_of(i), block.count - 1);
+      const std::int64_t offset =
+          bias.offset(block.batch, block.head(m)) + block.row(m) * bias.row_stride + block.begin * bias.key_stride;
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          const std::uint32_t distance = __shfl_sync(~0u, keys, column_of(n) + pair) & 0xffff;
+          biases[n][2 * i + pair] = load_bias<Element>(bias, offset + distance * bias.key_stride);
+        }
+    }
+  }
+
+  __device__ void add_biases(const float (&biases)[kKeyTiles][4]) {
+    if (!params.bias.defined()) return;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[0][n][i] = fmaf(biases[n][i], kLog2E, scores[0][n][i]);
+  }
+
+  __device__ void hide_unseen(ListedKey keys) {
+    if (__all_sync(~0u, lane >= kTileKeys || keys >> 16 == kAllRows)) return;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const std::uint32_t seen = __shfl_sync(~0u, keys, column_of(n) + pair) >> (16 + lane / 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if ((seen >> (8 * i) & 1) == 0) scores[0][n][2 * i + pair] = -INFINITY;
+        }
+      }
+  }
+
+  // Turns scores into probabilities relative to the new row maxima and rescales what was summed before.
+  __device__ void softmax() {
+    const float multiplier = params.score.multiplier;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float highest = row_max[i];
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+        highest = fmaxf(highest, fmaxf(scores[0][n][2 * i], scores[0][n][2 * i + 1]));
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      // A row that has seen nothing yet: every probability must come out as 0, not as NaN.
+      const float reference = highest == -INFINITY ? 0.0f : highest * multiplier;
+      const float rescale = exp2_fast(row_max[i] * multiplier - reference);
+      row_max[i] = highest;
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          float& score = scores[0][n][2 * i + pair];
+          score = exp2_fast(fmaf(score, multiplier, -reference));
+          sum += score;
+        }
+      row_sum[i] = row_sum[i] * rescale + sum;
+      if (__any_sync(~0u, rescale != 1)) {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+          sums[0][n][2 * i] *= rescale;
+          sums[0][n][2 * i + 1] *= rescale;
+        }
+      }
+    }
+  }
+
+  // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are
+  // under way when a group is waited for.
+  __device__ void run(List& list) {
+    const auto load_keys = [&](int stage, ListedKey keys) {
+      if (__shfl_sync(~0u, keys, 0) != 0) load_tile(key_tile(stage), key_base, params.key, keys);
+      commit_copies();
+    };
+    const auto load_values = [&](int stage, ListedKey keys) {
+      if (__shfl_sync(~0u, keys, 0) != 0) load_tile(value_tile(stage), value_base, params.value, keys);
+      commit_copies();
+    };
+    ListedKey now = list.next_tile();
+    load_keys(0, now);
+    load_values(0, now);
+    ListedKey next = list.next_tile();
+    load_keys(1, next);
+    load_values(1, next);
+    wait_copies<4>();
+    __syncthreads();  // the queries are there
+    float biases[kKeyTiles][4];
+    if (__shfl_sync(~0u, now, 0) != 0) load_biases(biases, now);
+#pragma unroll 1
+    for (int stage = 0; __shfl_sync(~0u, now, 0) != 0; stage ^= 1) {
+      const ListedKey ahead = list.next_tile();
+      wait_copies<3>();
+      __syncwarp();
+      multiply_keys(key_tile(stage));
+      if (params.score.transforms) {
+        scale_products(params.score, scores);
+        add_biases(biases);
+        load_biases(biases, next);
+      }
+      hide_unseen(now);
+      __syncwarp();
+      load_keys(stage, ahead);
+      softmax();
+      wait_copies<3>();
+      __syncwarp();
+      multiply_values(value_tile(stage));
+      __syncwarp();
+      load_values(stage, ahead);
+      now = next;
+      next = ahead;
+    }
+    wait_copies<0>();
+  }
+};
+
+// Adds up what the block's warps have and leaves it for the combine kernel, or stores the result if there is one split.
+template <typename Element, int kHeadDim>
+__device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned char* shared, float2* facts) {
+  using Config = DecodeConfig<kHeadDim>;
+  const DecodeParams& params = own.params;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  float highest[2];
+  __syncthreads();  // lists and tiles are free now
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float sum = own.row_sum[i];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    highest[i] = own.row_max[i] * params.score.multiplier;
+    if (own.lane % 4 == 0) facts[warp * kDecodeRows + own.row_of(i)] = make_float2(highest[i], sum);
+  }
+  __syncthreads();
+  float* all_sums = reinterpret_cast<float*>(shared);
+  const auto total_highest = [&](int m) {
+    float total = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < Config::kWarps; ++w) total = fmaxf(total, facts[w * kDecodeRows + m].x);
+    return total;
+  };
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float weight = weight_of(highest[i], total_highest(own.row_of(i)));
+    float* row_sums = all_sums + (warp * kDecodeRows + own.row_of(i)) * Config::kSumsPitch;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      const float* pair = &own.sums[0][n][2 * i];
+      *reinterpret_cast<float2*>(row_sums + own.column_of(n)) = make_float2(pair[0] * weight, pair[1] * weight);
+    }
+  }
+  float2* totals = facts + Config::kWarps * kDecodeRows;
+  if (thread < kDecodeRows) {
+    float2 total = make_float2(total_highest(thread), 0);
+#pragma unroll
+    for (int w = 0; w < Config::kWarps; ++w) {
+      const float2 part = facts[w * kDecodeRows + thread];
+      total.y += part.y * weight_of(part.x, total.x);
+    }
+    totals[thread] = total;
+  }
+  __syncthreads();
+  for (int index = thread; index < own.block.count * kHeadDim; index += Config::kThreads) {
+    const int m = index / kHeadDim, column = index % kHeadDim;
+    const int row = own.block.row(m), head = own.block.head(m);
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < Config::kWarps; ++w) sum += all_sums[(w * kDecodeRows + m) * Config::kSumsPitch + column];
+    const std::int64_t place = (static_cast<std::int64_t>(own.block.batch) * params.heads + head) * params.rows + row;
+    if (params.splits == 1) {
+      store_result<Element>(params, own.block.batch, head, row, column, sum * inverse_sum(totals[m]));
+      if (column == 0) params.lse[place] = lse_of(totals[m]);
+    } else {
+      params.partial_sums[(place * params.splits + own.block.split) * kHeadDim + column] = sum;
+      if (column == 0) params.partial_facts[place * params.splits + own.block.split] = totals[m];
+    }
+  }
+}
+
+__device__ inline DecodeBlock block_of(const DecodeParams& params, unsigned index) {
+  const auto take = [&](std::int32_t count) {
+    const auto place = static_cast<std::int32_t>(index % static_cast<unsigned>(count));
+    index /= static_cast<unsigned>(count);
+    return place;
+  };
+  DecodeBlock block;
+  // Blocks that run at the same time read the same part of all heads, which lie side by side.
+  block.first = take(params.row_tiles) * kDecodeRows;
+  block.key_head = take(params.key_heads);
+  block.split = take(params.splits);
+  block.batch = static_cast<std::int32_t>(index);
+  block.group = params.group;
+  block.count = min(params.rows * params.group - block.first, kDecodeRows);
+  block.existing = key_count(params.visibility, block.batch);
+  // Equal shares of the keys that exist.
+  const int share = decode_split_keys(block.existing, params.splits);
+  block.begin = static_cast<std::int32_t>(min(std::int64_t{share} * block.split, std::int64_t{block.existing}));
+  block.end = block.begin + min(share, block.existing - block.begin);
+  block.mask = nullptr;
+  if (params.mask.defined()) {
+    block.mask =
+        static_cast<const std::uint8_t*>(params.mask.data) + entry_offset(params.mask, block.batch, block.head(0));
+  }
+  return block;
+}
+
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig<kHeadDim>::kBlocksPerProcessor)
+    decode_kernel(const __grid_constant__ DecodeParams params) {
+  using Config = DecodeConfig<kHeadDim>;
+  using Warp = DecodeWarp<Element, kHeadDim>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ DecodeBlock block;
+  if (threadIdx.x == 0) block = block_of(params, blockIdx.x);
+  __syncthreads();
+  auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
+  // Made first, since it starts to read the mask.
+  typename Warp::List::MaskBytes first_bytes;
+  typename Warp::List list(params, block, lists + threadIdx.x / 32 * Config::kListKeys, first_bytes);
+  Warp own(params, block, shared);
+  own.load_queries();
+  list.start(first_bytes);
+  own.run(list);
+  merge_warps(own, shared, reinterpret_cast<float2*>(lists));
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t launch_decode_kernels(const DecodeParams& params, cudaStream_t stream) {
+  using Config = DecodeConfig<kHeadDim>;
+  const std::int64_t blocks = std::int64_t{params.batch} * params.key_heads * params.row_tiles * params.splits;
+  const std::int64_t results = std::int64_t{params.batch} * params.heads * params.rows;
+  if (blocks > 0x7fffffff || results > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  auto* kernel = decode_kernel<Element, kHeadDim>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(Config::kSharedBytes));
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, Config::kSharedBytes, stream>>>(params);
+  if (const cudaError_t launched = cudaGetLastError(); launched != cudaSuccess || params.splits == 1) return launched;
+  combine_kernel<Element, kHeadDim><<<static_cast<unsigned>(results), 32 * kCombineWarps, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace flash_dmattn::internal::cuda

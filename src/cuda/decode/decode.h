@@ -1,0 +1,27 @@
+// Attention of a few query rows over many keys: one step of decoding, or a few speculative ones. The keys are split
+// among blocks, and a second kernel puts the parts together. Forward only; no plan, no packed mask.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "api/problem.h"
+#include "cuda/params.h"
+
+namespace flash_dmattn::internal::cuda {
+
+// Whether a problem (not empty, of a 16-bit type) has few rows and many keys: at most 16 query rows, at least 256 keys,
+// and no mask or interval that differs by more than 4 rows and heads of a group. From shapes and strides alone.
+bool decode_applies(const AttentionProblem& problem);
+
+// Bytes of workspace (aligned to 64), from shapes alone. `processors`: multiprocessors of the device.
+std::size_t decode_workspace(const AttentionProblem& problem, int processors);
+
+// Enqueues the kernels of a problem to which decode_applies. `params` needs no plan, and neither key_mask nor packed
+// words: the mask of any form is params.mask. `dtype`: of query, key, value and out. `processors` as for
+// decode_workspace. Returns launch errors only and never waits. Repeated runs give identical bits.
+cudaError_t launch_decode(const ForwardParams& params, DType dtype, int processors, void* workspace,
+                          cudaStream_t stream);
+
+}  // namespace flash_dmattn::internal::cuda
