@@ -9,21 +9,13 @@
 
 #include "cuda/portable/backward_config.h"
 #include "cuda/portable/hide.cuh"
+#include "cuda/portable/key_results.cuh"
+#include "cuda/portable/row_walk.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
 #include "cuda/ptx/block_product.cuh"
 
 namespace flash_dmattn::internal::cuda {
-
-// Which keys a block owns.
-struct KeyBlock {
-  int batch, key_head, first_head, end_head;  // query heads, absolute
-  int plan_chunk;                             // planned: the first of the chunks that the block meets
-  int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
-  int tile;                                   // of kKeys: in the chunk's list, or of all keys
-  bool listed;                                // tile of a list
-  int color;                                  // of the sums it adds to
-};
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
 struct BackwardBlock {
@@ -41,19 +33,8 @@ struct BackwardBlock {
   static constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
   static constexpr int kThreadRows = 2 * kMTiles;
 
-  // A query head and a tile of rows.
-  struct Step {
-    int head, row_tile;  // row_tile -1: none
-    bool full;           // planned: every row sees every key
-    __device__ bool exists() const { return row_tile >= 0; }
-    __device__ int first_row() const { return row_tile * kRows; }
-  };
-
-  struct Walk {
-    int head, position;   // dense: the next tile of rows; planned: the chunk
-    std::uint32_t units;  // planned: what is left of the chunk
-    std::uint32_t full;   // planned: those units that see all of the block's keys
-  };
+  using Walk = RowWalk<kRows, kKeys, kPlanned>;
+  using Step = typename Walk::Step;
 
   // What is the same for the whole block is here too: registers are short.
   struct Shared {
@@ -109,68 +90,11 @@ struct BackwardBlock {
     return {rows_address + static_cast<std::uint32_t>((stage * 2 + 1) * Config::kRowBytes)};
   }
 
-  // ---- Steps
-
   __device__ int row_tiles() const { return (params.rows + kRows - 1) / kRows; }
-
-  __device__ Walk first_step() const {
-    return {block.first_head, kPlanned ? block.first_chunk - 1 : first_row_tile(), 0, 0};
-  }
-
-  // Dense: the first tile of rows that sees any of the block's keys.
-  __device__ int first_row_tile() const {
-    const int first_key = block.tile * kKeys;
-    if (first_key >= existing()) return row_tiles();
-    if (!params.visibility.is_causal) return 0;
-    return min(max(0, first_key - (existing() - params.rows)) / kRows, row_tiles());
-  }
-
-  // Notes the units of a chunk of rows that see the block's keys.
-  __device__ void look_at_chunk(int chunk, Walk* walk) const {
-    const int plan_chunk = block.plan_chunk + chunk - block.first_chunk;
-    int tile = block.tile * Config::kListTiles;
-    if (!block.listed) {
-      const ChunkKeys chunk_keys = params.plan.chunks[plan_chunk];
-      if (chunk_keys.first < 0) return;
-      tile -= chunk_keys.first / kListTile;
-    }
-    const std::int64_t entry = static_cast<std::int64_t>(plan_chunk) * params.plan.tiles;
-    walk->full = ~0u;
-#pragma unroll
-    for (int part = 0; part < Config::kListTiles; ++part) {
-      const bool exists = tile + part >= 0 && tile + part < params.plan.tiles;
-      walk->units |= exists ? params.plan.tile_units[entry + tile + part] : 0;
-      walk->full &= exists ? params.plan.tile_full[entry + tile + part] : 0;
-    }
-  }
 
   // By one thread, three steps ahead.
   __device__ void note_step(int number) const {
-    if (threadIdx.x == 0) shared.steps[number % 4] = next_step(shared.walk);
-  }
-
-  __device__ Step next_step(Walk& walk) const {
-    if constexpr (!kPlanned) {
-      if (walk.position >= row_tiles()) {
-        walk.position = first_row_tile();
-        ++walk.head;
-      }
-      if (walk.head >= block.end_head || walk.position >= row_tiles()) return {0, -1, false};
-      return {walk.head, walk.position++, false};
-    } else {
-      constexpr int kTileUnits = kRows / kUnitRows;
-      while (walk.units == 0) {
-        if (++walk.position >= block.end_chunk) {
-          if (++walk.head >= block.end_head) return {0, -1, false};
-          walk.position = block.first_chunk;
-        }
-        look_at_chunk(walk.position, &walk);
-      }
-      const int tile = (__ffs(static_cast<int>(walk.units)) - 1) / kTileUnits;
-      const std::uint32_t units = ((1u << kTileUnits) - 1) << (tile * kTileUnits);
-      walk.units &= ~units;
-      return {walk.head, walk.position * (kChunkRows / kRows) + tile, (walk.full & units) == units};
-    }
+    if (threadIdx.x == 0) shared.steps[number % 4] = shared.walk.next(params, block, existing());
   }
 
   // ---- Loads
@@ -482,14 +406,13 @@ struct BackwardBlock {
       }
     }
     __syncthreads();
-    const int key_row = warp % Config::kKeyWarps * kKeyRows, key_dim = warp / Config::kKeyWarps * kKeyDims;
     if (params.wants_dvalue) {
-      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dvalues, probabilities, key_row,
-                                                                                  output_gradients(stage), key_dim);
+      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dvalues, probabilities, key_row(),
+                                                                                  output_gradients(stage), key_dim());
     }
     if (params.wants_dkey) {
-      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dkeys, score_gradients, key_row,
-                                                                                  queries(stage), key_dim);
+      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dkeys, score_gradients, key_row(),
+                                                                                  queries(stage), key_dim());
     }
     // Last, so that the additions are under way while the next step begins.
     if (params.dquery_sums != nullptr) {
@@ -504,76 +427,31 @@ struct BackwardBlock {
 
   // ---- Results
 
-  // Adds to fp32 sums (B, Sk, Hkv, D). Neighbouring lanes trade halves, so that each adds four columns of one row.
-  __device__ void add_to_sums(const float (&gradient)[kKeyRows / 16][kKeyDims / 8][4], float* sums,
-                              float factor) const {
-    const int key_row = warp % Config::kKeyWarps * kKeyRows, key_dim = warp / Config::kKeyWarps * kKeyDims;
-    const bool odd = lane % 2 != 0;
-#pragma unroll
-    for (int m = 0; m < kKeyRows / 16; ++m) {
-      const int key = shared.key[key_row + m * 16 + (odd ? 8 : 0) + lane / 4];
-      float* row =
-          sums +
-          ((static_cast<std::int64_t>(block.batch) * params.keys + key) * params.key_heads + block.key_head) * kHeadDim;
-#pragma unroll
-      for (int n = 0; n < kKeyDims / 8; ++n) {
-        const float(&part)[4] = gradient[m][n];
-        const float first = __shfl_xor_sync(~0u, odd ? part[0] : part[2], 1);
-        const float second = __shfl_xor_sync(~0u, odd ? part[1] : part[3], 1);
-        const int column = key_dim + n * 8 + lane % 4 / 2 * 4;
-        if (key < 0) continue;
-        if (odd) {
-          add_to_global(row + column, first * factor, second * factor, part[2] * factor, part[3] * factor);
-        } else {
-          add_to_global(row + column, part[0] * factor, part[1] * factor, first * factor, second * factor);
-        }
-      }
-    }
-  }
-
-  // Through the shared memory that held keys or values.
-  __device__ void store_tile(const float (&gradient)[kKeyRows / 16][kKeyDims / 8][4], DimTile tile,
-                             const TokenView& target, float factor) const {
-    const int key_row = warp % Config::kKeyWarps * kKeyRows, key_dim = warp / Config::kKeyWarps * kKeyDims;
-#pragma unroll
-    for (int m = 0; m < kKeyRows / 16; ++m)
-#pragma unroll
-      for (int n = 0; n < kKeyDims / 8; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float* pair = &gradient[m][n][2 * half];
-          store_shared(tile.piece(key_row + m * 16 + half * 8 + lane / 4, key_dim / 8 + n) + 4 * (lane % 4),
-                       pack<Element>(pair[0] * factor, pair[1] * factor));
-        }
-    __syncthreads();
-    auto* base = static_cast<std::uint16_t*>(target.data) + block.batch * target.batch_stride +
-                 block.key_head * target.head_stride;
-    for (int index = static_cast<int>(threadIdx.x); index < kKeys * DimTile::kPieces; index += kThreads) {
-      const int row = index / DimTile::kPieces, piece = index % DimTile::kPieces;
-      const int key = block.tile * kKeys + row;
-      if (key >= params.keys) continue;
-      std::uint32_t words[4];
-      load_shared_16(words, tile.piece(row, piece));
-      store_piece(base + key * target.token_stride, piece, words, params.head_dim, params.aligned);
-    }
-  }
+  __device__ int key_row() const { return warp % Config::kKeyWarps * kKeyRows; }
+  __device__ int key_dim() const { return warp / Config::kKeyWarps * kKeyDims; }
 
   __device__ void store_results() const {
     if (params.uses_sums) {
       const std::int64_t color = block.color * params.key_color_stride;
-      if (params.wants_dkey) add_to_sums(dkeys, params.dkey_sums + color, params.scale);
-      if (params.wants_dvalue) add_to_sums(dvalues, params.dvalue_sums + color, 1);
+      const auto add = [&](const auto& gradient, float* sums, float factor) {
+        add_to_sums<kHeadDim>(gradient, params, block, shared.key, key_row(), key_dim(), sums + color, factor);
+      };
+      if (params.wants_dkey) add(dkeys, params.dkey_sums, params.scale);
+      if (params.wants_dvalue) add(dvalues, params.dvalue_sums, 1);
       return;
     }
+    const auto store = [&](const auto& gradient, DimTile tile, const TokenView& target, float factor) {
+      store_keys<Element, kKeys, kThreads>(gradient, params, block, tile, key_row(), key_dim(), target, factor);
+    };
     __syncthreads();
-    if (params.wants_dkey) store_tile(dkeys, keys, params.dkey, params.scale);
-    if (params.wants_dvalue) store_tile(dvalues, values, params.dvalue, 1);
+    if (params.wants_dkey) store(dkeys, keys, params.dkey, params.scale);
+    if (params.wants_dvalue) store(dvalues, values, params.dvalue, 1);
   }
 
   __device__ void run() {
     clear(dkeys);
     clear(dvalues);
-    if (threadIdx.x == 0) shared.walk = first_step();
+    if (threadIdx.x == 0) shared.walk.start(params, block, existing());
     for (int number = 0; number < 3; ++number) note_step(number);
     read_key_facts();
     __syncthreads();

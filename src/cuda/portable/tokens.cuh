@@ -53,13 +53,6 @@ struct TokenRows {
   }
 };
 
-// Row `index` of tokens that begin at `base`.
-__device__ inline const std::uint16_t* row_pointer(const std::uint16_t* base, std::int32_t index,
-                                                   const TokenView& tokens, bool aligned) {
-  const TokenRows rows = {base, tokens.token_stride};
-  return aligned ? rows.aligned_row(index) : rows.row(index);
-}
-
 // Starts copying kRows rows of one or two tensors, each into a tile; index_of(row) says which, less than 0: a row of
 // zeros. Columns from head_dim on are zero. Rows that are not `aligned` are read element by element, and are there when
 // this returns.
