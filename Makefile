@@ -32,7 +32,7 @@ CONFIGURE = cmake >/dev/null
 CPP_FILES = $(shell find include src torch tests examples benchmarks \
                 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
-WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),-C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
+WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
 .PHONY: help setup library build run test test-cpp test-python test-sanitize lint format bench check-neon check-wheel \
         clean
