@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/selection/select_keys.h"
+#include "cuda/selection/device_selection.h"
 
 namespace {
 

@@ -101,8 +101,8 @@ foreach(head_dim IN ITEMS 256 192 128 96 64 32)
     endforeach()
   endforeach()
 endforeach()
-foreach(source IN ITEMS decode/decode_bfloat16 decode/decode_float16 plan/full_tiles plan/make_plan plan/mask_intervals
-                        plan/pack_mask portable/gradient_passes selection/select_keys)
+foreach(source IN ITEMS decode/decode_bfloat16 decode/decode_float16 plan/device_mask_intervals plan/full_tiles
+                        plan/make_plan plan/pack_mask portable/gradient_passes selection/device_selection)
   get_filename_component(name ${source} NAME)
   add_cuda_kernels(cuda_${name} src/cuda/${source}.cu)
 endforeach()

@@ -16,7 +16,7 @@
 #include "cuda/params.h"
 #include "cuda/portable/launch.h"
 #include "cuda/prepared_visibility.h"
-#include "cuda/selection/select_keys.h"
+#include "cuda/selection/device_selection.h"
 #include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {

@@ -6,8 +6,8 @@
 
 #include "cuda/backend.h"
 #include "cuda/device_kernels.h"
+#include "cuda/plan/device_mask_intervals.h"
 #include "cuda/plan/make_plan.h"
-#include "cuda/plan/mask_intervals.h"
 #include "cuda/prepared_visibility.h"
 #include "plan/arena.h"
 

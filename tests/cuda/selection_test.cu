@@ -1,5 +1,5 @@
 // Selection on the device against the host's, which is tested against brute force: equal to the last integer.
-#include "cuda/selection/select_keys.h"
+#include "cuda/selection/device_selection.h"
 
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "cuda/plan/mask_intervals.h"
+#include "cuda/plan/device_mask_intervals.h"
 
 #include <cstdint>
 #include <cstdlib>

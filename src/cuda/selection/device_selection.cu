@@ -1,4 +1,4 @@
-#include "cuda/selection/select_keys.h"
+#include "cuda/selection/device_selection.h"
 
 #include <algorithm>
 #include <limits>
