@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "api/log.h"
 #include "cpu/backend.h"
 #include "cpu/config.h"
 #include "cpu/workers.h"
@@ -115,29 +116,16 @@ ChosenKernels find_kernels(DType dtype) {
   return {};
 }
 
-bool logging() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("FLASH_DMATTN_LOG");
-    return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
-  }();
-  return enabled;
-}
-
 // Printed when the work is done, since what was planned depends on the mask's elements.
 void log_call(const char* direction, const AttentionProblem& problem, const KernelSet& set, int chunk_rows,
               int pass_heads, std::int64_t units, int workers, const AttentionCounters& counted) {
   const bool bits = counted.plans_bitmap > 0;
   const double kept = static_cast<double>(counted.scores_kept);
   std::fprintf(stderr,
-               "flash_dmattn: cpu/%s %s %s B%lld H%lld Hkv%lld Sq%lld Sk%lld D%lld%s%s%s%s: chunks of %d rows x %d "
-               "heads, %lld units, %d workers; plans: %lld list, %lld range, %s, %.2f computed per kept score (%s)\n",
-               set.name, name_of(problem.dtype), direction, static_cast<long long>(problem.batch),
-               static_cast<long long>(problem.heads), static_cast<long long>(problem.key_heads),
-               static_cast<long long>(problem.rows), static_cast<long long>(problem.keys),
-               static_cast<long long>(problem.head_dim), problem.is_causal ? " causal" : "",
-               problem.mask.defined() ? " mask" : "", problem.interval_begin.defined() ? " intervals" : "",
-               problem.bias.defined() ? " bias" : "", chunk_rows, pass_heads, static_cast<long long>(units), workers,
-               static_cast<long long>(counted.plans_listed),
+               "flash_dmattn: cpu/%s %s: chunks of %d rows x %d heads, %lld units, %d workers; plans: %lld list, %lld "
+               "range, %s, %.2f computed per kept score (%s)\n",
+               set.name, describe_call(direction, problem).c_str(), chunk_rows, pass_heads,
+               static_cast<long long>(units), workers, static_cast<long long>(counted.plans_listed),
                static_cast<long long>(counted.plans - counted.plans_listed), bits ? "bitmap" : "prefix",
                kept > 0 ? static_cast<double>(counted.scores_computed) / kept : 0.0, plan_rule(problem));
 }

@@ -9,11 +9,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
+#include "api/log.h"
 #include "cuda/decode/decode.h"
 #include "cuda/device_kernels.h"
 #include "cuda/params.h"
+#include "cuda/portable/buckets.h"
 #include "cuda/portable/launch.h"
 #include "cuda/prepared_visibility.h"
 #include "cuda/selection/device_selection.h"
@@ -77,30 +78,10 @@ template <typename Launch>
 cudaError_t by_type(const AttentionProblem& problem, Launch launch) {
   const auto by_bucket = [&](auto element) {
     using Element = decltype(element);
-    switch (bucket_of(static_cast<int>(problem.head_dim))) {
-      case 32:
-        return launch.template operator()<Element, 32>();
-      case 64:
-        return launch.template operator()<Element, 64>();
-      case 96:
-        return launch.template operator()<Element, 96>();
-      case 128:
-        return launch.template operator()<Element, 128>();
-      case 192:
-        return launch.template operator()<Element, 192>();
-      default:
-        return launch.template operator()<Element, 256>();
-    }
+    return with_bucket(problem.head_dim,
+                       [&]<int kHeadDim>() { return launch.template operator()<Element, kHeadDim>(); });
   };
   return problem.dtype == DType::kBFloat16 ? by_bucket(__nv_bfloat16()) : by_bucket(__half());
-}
-
-bool logging() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("FLASH_DMATTN_LOG");
-    return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
-  }();
-  return enabled;
 }
 
 const char* plan_kind(const PreparedVisibility& prepared) {
@@ -109,13 +90,7 @@ const char* plan_kind(const PreparedVisibility& prepared) {
 
 void log_call(const char* direction, const AttentionProblem& problem, const char* kind) {
   if (!logging()) return;
-  std::fprintf(stderr, "flash_dmattn: cuda/portable %s %s B%lld H%lld Hkv%lld Sq%lld Sk%lld D%lld%s%s%s%s: %s\n",
-               name_of(problem.dtype), direction, static_cast<long long>(problem.batch),
-               static_cast<long long>(problem.heads), static_cast<long long>(problem.key_heads),
-               static_cast<long long>(problem.rows), static_cast<long long>(problem.keys),
-               static_cast<long long>(problem.head_dim), problem.is_causal ? " causal" : "",
-               problem.mask.defined() ? " mask" : "", problem.interval_begin.defined() ? " intervals" : "",
-               problem.bias.defined() ? " bias" : "", kind);
+  std::fprintf(stderr, "flash_dmattn: cuda/portable %s: %s\n", describe_call(direction, problem).c_str(), kind);
 }
 
 std::int64_t bias_elements(const BroadcastView& bias) { return bias.batches * bias.heads * bias.rows * bias.keys; }

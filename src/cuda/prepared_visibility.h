@@ -24,7 +24,6 @@ class Launches {
     return *this;
   }
   Status status() const { return status_of(error_); }
-  cudaError_t error() const { return error_; }
 
  private:
   cudaError_t error_ = cudaSuccess;

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "cuda/decode/config.h"
-#include "cuda/portable/launch.h"
+#include "cuda/portable/buckets.h"
 #include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -117,20 +117,8 @@ cudaError_t launch_decode(const ForwardParams& params, DType dtype, int processo
   const DecodeParams decode = decode_params(params, splits, workspace);
   const auto launch = [&](auto element) {
     using Element = decltype(element);
-    switch (bucket_of(params.head_dim)) {
-      case 32:
-        return launch_decode_kernels<Element, 32>(decode, stream);
-      case 64:
-        return launch_decode_kernels<Element, 64>(decode, stream);
-      case 96:
-        return launch_decode_kernels<Element, 96>(decode, stream);
-      case 128:
-        return launch_decode_kernels<Element, 128>(decode, stream);
-      case 192:
-        return launch_decode_kernels<Element, 192>(decode, stream);
-      default:
-        return launch_decode_kernels<Element, 256>(decode, stream);
-    }
+    return with_bucket(params.head_dim,
+                       [&]<int kHeadDim>() { return launch_decode_kernels<Element, kHeadDim>(decode, stream); });
   };
   return dtype == DType::kBFloat16 ? launch(__nv_bfloat16()) : launch(__half());
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/portable/backward_config.h"
+#include "cuda/portable/buckets.h"
 #include "cuda/portable/launch.h"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -249,20 +250,7 @@ constexpr BackwardTiles tiles_of() {
 }
 
 BackwardTiles backward_tiles(int head_dim) {
-  switch (bucket_of(head_dim)) {
-    case 32:
-      return tiles_of<32>();
-    case 64:
-      return tiles_of<64>();
-    case 96:
-      return tiles_of<96>();
-    case 128:
-      return tiles_of<128>();
-    case 192:
-      return tiles_of<192>();
-    default:
-      return tiles_of<256>();
-  }
+  return with_bucket(head_dim, [&]<int kHeadDim>() { return tiles_of<kHeadDim>(); });
 }
 
 cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
@@ -273,20 +261,8 @@ cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded
 
 template <typename Element>
 cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
-  switch (bucket_of(static_cast<int>(problem.head_dim))) {
-    case 32:
-      return query_gradients_of<Element, 32>(problem, sums, stream);
-    case 64:
-      return query_gradients_of<Element, 64>(problem, sums, stream);
-    case 96:
-      return query_gradients_of<Element, 96>(problem, sums, stream);
-    case 128:
-      return query_gradients_of<Element, 128>(problem, sums, stream);
-    case 192:
-      return query_gradients_of<Element, 192>(problem, sums, stream);
-    default:
-      return query_gradients_of<Element, 256>(problem, sums, stream);
-  }
+  return with_bucket(problem.head_dim,
+                     [&]<int kHeadDim>() { return query_gradients_of<Element, kHeadDim>(problem, sums, stream); });
 }
 
 cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
