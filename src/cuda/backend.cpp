@@ -45,8 +45,8 @@ ScoreRule score_rule_of(const AttentionProblem& problem) {
     rule.inverse_softcap_log2 = static_cast<float>(1 / (problem.softcap * kLog2E));
     rule.inner_scale = static_cast<float>(2 * scale_log2 / problem.softcap);
   }
-  // With a scale of 0 the hidden scores' -inf would become NaN inside the exponent.
-  rule.transforms = problem.softcap > 0 || problem.bias.defined() || problem.scale <= 0;
+  // With a scale of 0, or rounded to 0, the hidden scores' -inf would become NaN inside the exponent.
+  rule.transforms = problem.softcap > 0 || problem.bias.defined() || rule.scale_log2 <= 0;
   rule.multiplier = rule.transforms ? 1.0f : rule.scale_log2;
   return rule;
 }
