@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from common import Comparison, Report, benchmark_parser, describe_machine
-from flash_dmattn import KeyIntervals, attention, select_keys
+from flash_dmattn import KeyIntervals, PreparedMask, attention, prepare_mask, select_keys
 from gpu_common import (
     CUDNN,
     DEVICE,
@@ -108,7 +108,8 @@ def _dense(bench: Bench, case: str, problem: Problem, is_causal: bool) -> Iterat
 
 
 def tiles(bench: Bench) -> Iterator[Comparison]:
-    """A bool mask of whole 128 x 128 tiles, given as it is: the rate per kept tile."""
+    """A bool mask of whole 128 x 128 tiles: the rate per kept tile. Prepared before, as FlexAttention's is; and as it
+    is."""
     problem = Problem(16, 16, 128, bench.length(16384))
     blocks = problem.length // 128
     full = problem.teraflop()
@@ -123,7 +124,7 @@ def tiles(bench: Bench) -> Iterator[Comparison]:
     def is_visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return mask[row, key]
 
-    def ours() -> Tensor:
+    def ours_unprepared() -> Tensor:
         return attention(problem.query, problem.key, problem.value, mask=mask)
 
     dense_backward = backward_of(dense_ours, problem.leaves, problem.dout)
@@ -132,6 +133,11 @@ def tiles(bench: Bench) -> Iterator[Comparison]:
         kept[torch.randperm(blocks**2, device=DEVICE)[: math.ceil(density * blocks**2)]] = True
         mask.view(blocks, 128, blocks, 128).copy_(kept.view(blocks, 1, blocks, 1).expand(-1, 128, -1, 128))
         share = kept.double().mean().item()
+        prepared = prepare_mask(mask)
+
+        def ours(prepared: PreparedMask = prepared) -> Tensor:
+            return attention(problem.query, problem.key, problem.value, mask=prepared)
+
         block_mask = create_block_mask(is_visible, None, None, problem.length, problem.length, device=DEVICE)
 
         def theirs(block_mask: BlockMask = block_mask) -> Tensor:
@@ -157,6 +163,15 @@ def tiles(bench: Bench) -> Iterator[Comparison]:
                 other_amounts={"own dense": factor * full},
                 goals={"own dense": 0.93} if density == 0.25 else None,
             )
+        yield from bench.compare(
+            f"{case}, mask not prepared",
+            "forward",
+            ours_unprepared,
+            {"own dense": dense_ours},
+            unit="TFLOPS",
+            amount=full * share,
+            other_amounts={"own dense": full},
+        )
 
 
 def dynamic(bench: Bench) -> Iterator[Comparison]:

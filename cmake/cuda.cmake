@@ -5,7 +5,7 @@
 #   CMAKE_CUDA_ARCHITECTURES         as in any CMake project; default: machine code for the GPUs found here, or for
 #                                    compute capability 9.0 if there is none, and PTX of 8.0 for all others
 #   CMAKE_CUDA_COMPILER_LAUNCHER     ccache, for example
-#   FLASH_DMATTN_REPORT_SPILLS       ON: the compiler names kernels whose registers do not suffice
+#   FLASH_DMATTN_FORBID_SPILLS       ON: a kernel that keeps registers in memory does not compile
 
 set(least_cuda 12.0)  # whose compiler knows C++20
 
@@ -60,7 +60,7 @@ else()
   return()
 endif()
 
-option(FLASH_DMATTN_REPORT_SPILLS "Warn of kernels that keep registers in memory" OFF)
+option(FLASH_DMATTN_FORBID_SPILLS "Refuse kernels that keep registers in memory" OFF)
 
 function(flash_dmattn_use_cuda target)
   # The runtime is linked statically and finds the driver when it is first used: the library loads without a GPU.
@@ -68,8 +68,9 @@ function(flash_dmattn_use_cuda target)
                                              CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden
                                              VISIBILITY_INLINES_HIDDEN ON POSITION_INDEPENDENT_CODE ON)
   target_link_libraries(${target} PRIVATE CUDA::cudart_static)
-  if(FLASH_DMATTN_REPORT_SPILLS)
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=--warn-on-spills>)
+  if(FLASH_DMATTN_FORBID_SPILLS)
+    target_compile_options(${target} PRIVATE
+        $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
   endif()
   # Warnings that mean nothing here: annotations of defaulted functions, which the compiler adds by itself (20012), and
   # loops over pieces that small tiles have none of (128).
@@ -101,7 +102,7 @@ foreach(head_dim IN ITEMS 256 192 128 96 64 32)
     endforeach()
   endforeach()
 endforeach()
-foreach(source IN ITEMS decode/decode_bfloat16 decode/decode_float16 plan/device_mask_intervals plan/full_tiles
+foreach(source IN ITEMS decode/decode_bfloat16 decode/decode_float16 plan/device_mask_intervals
                         plan/make_plan plan/pack_mask portable/gradient_passes selection/device_selection)
   get_filename_component(name ${source} NAME)
   add_cuda_kernels(cuda_${name} src/cuda/${source}.cu)

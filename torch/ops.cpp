@@ -1,5 +1,5 @@
-// The PyTorch operators flash_dmattn::attention_forward, attention_backward, select_keys, mask_intervals, plan_report,
-// plan_chunks, cpu_info, cuda_info and cuda_kernels.
+// The PyTorch operators flash_dmattn::attention_forward, attention_backward, attention_plan, select_keys,
+// mask_intervals, plan_report, plan_chunks, cpu_info, cuda_info, cuda_kernels and cuda_plan_bytes.
 //
 // The only file that includes torch, and of torch only the stable ABI: one binary serves every later version and
 // every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
@@ -36,6 +36,7 @@ using flash_dmattn::AttentionGradients;
 using flash_dmattn::AttentionInputs;
 using flash_dmattn::AttentionOptions;
 using flash_dmattn::AttentionOutputs;
+using flash_dmattn::AttentionPlan;
 using flash_dmattn::DType;
 using flash_dmattn::KeyIntervals;
 using flash_dmattn::PlannedChunk;
@@ -207,24 +208,37 @@ KeyIntervals make_intervals(const std::optional<Tensor>& begin, const std::optio
   return {view_of("intervals.begin", begin, "must be int32"), view_of("intervals.end", end, "must be int32")};
 }
 
+// A tensor that attention_plan made; one without elements is none.
+AttentionPlan plan_of(const std::optional<Tensor>& plan) {
+  if (!plan || !plan->defined()) return {};
+  const TorchDType dtype = dtype_of(*plan);
+  if (dtype.code != aoti_torch_dtype_uint8() || plan->dim() != 1 || !plan->is_contiguous()) {
+    check(Status::invalid("plan", "must be contiguous uint8 with 1 dimension",
+                          std::string("plan ") + dtype.name + " with " + std::to_string(plan->dim()) + " dimensions"));
+  }
+  if (plan->numel() == 0) return {};
+  return {plan->data_ptr(), static_cast<std::size_t>(plan->numel())};
+}
+
 AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
                             const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
                             const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
-                            const std::optional<Tensor>& interval_end) {
+                            const std::optional<Tensor>& interval_end, const std::optional<Tensor>& plan) {
   return {.query = view_of("query", query, kFloatRule),
           .key = view_of("key", key, "must have query's dtype"),
           .value = view_of("value", value, "must have query's dtype"),
           .mask = view_of("mask", mask, "must be bool"),
           .bias = view_of("bias", bias, "must have query's dtype or float32"),
           .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32"),
-          .intervals = make_intervals(interval_begin, interval_end)};
+          .intervals = make_intervals(interval_begin, interval_end),
+          .plan = plan_of(plan)};
 }
 
 std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
                                              std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
                                              std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
-                                             std::optional<double> scale, double softcap, bool is_causal,
-                                             bool deterministic) {
+                                             std::optional<Tensor> plan, std::optional<double> scale, double softcap,
+                                             bool is_causal, bool deterministic) {
   const std::optional<Tensor> key_given(key), value_given(value);
   const CallDevice device("query", query,
                           {{"key", &key_given},
@@ -233,11 +247,13 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                            {"bias", &bias},
                            {"seqlens_k", &seqlens_k},
                            {"intervals.begin", &interval_begin},
-                           {"intervals.end", &interval_end}});
+                           {"intervals.end", &interval_end},
+                           {"plan", &plan}});
   query = with_unit_head_dim(query);
   key = with_unit_head_dim(key);
   value = with_unit_head_dim(value);
-  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end);
+  const AttentionInputs inputs =
+      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, plan);
   const AttentionOptions options = {scale, softcap, is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
@@ -259,8 +275,9 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout, std::optional<Tensor> dlse, Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
     std::optional<Tensor> bias, std::optional<Tensor> seqlens_k, std::optional<Tensor> interval_begin,
-    std::optional<Tensor> interval_end, Tensor out, Tensor lse, std::optional<double> scale, double softcap,
-    bool is_causal, bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
+    std::optional<Tensor> interval_end, std::optional<Tensor> plan, Tensor out, Tensor lse, std::optional<double> scale,
+    double softcap, bool is_causal, bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue,
+    bool needs_dbias) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
   const std::optional<Tensor> key_given(key), value_given(value), out_given(out), lse_given(lse), dout_given(dout);
   const CallDevice device("query", query,
@@ -274,14 +291,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                            {"bias", &bias},
                            {"seqlens_k", &seqlens_k},
                            {"intervals.begin", &interval_begin},
-                           {"intervals.end", &interval_end}});
+                           {"intervals.end", &interval_end},
+                           {"plan", &plan}});
   query = with_unit_head_dim(query);
   key = with_unit_head_dim(key);
   value = with_unit_head_dim(value);
   out = with_unit_head_dim(out);
   dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
   if (lse.defined()) lse = torch::stable::contiguous(lse);
-  const AttentionInputs inputs = make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end);
+  const AttentionInputs inputs =
+      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, plan);
   const AttentionCotangents cotangents = {.out = view_of("out", out, "must have query's dtype"),
                                           .lse = view_of("lse", lse, "must be float32 (float64 with float64)"),
                                           .dout = view_of("dout", dout, "must have query's dtype"),
@@ -356,9 +375,43 @@ std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
 AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask,
                                     const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
                                     const std::optional<Tensor>& interval_end) {
-  AttentionInputs inputs = make_inputs(query, key, key, mask, {}, seqlens_k, interval_begin, interval_end);
+  AttentionInputs inputs = make_inputs(query, key, key, mask, {}, seqlens_k, interval_begin, interval_end, {});
   for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->strides[view->rank - 1] = 1;
   return inputs;
+}
+
+// uint8; no elements where there is nothing to plan.
+Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
+                      std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal) {
+  const std::optional<Tensor> key_given(key);
+  const CallDevice device("query", query,
+                          {{"key", &key_given},
+                           {"mask", &mask},
+                           {"seqlens_k", &seqlens_k},
+                           {"intervals.begin", &interval_begin},
+                           {"intervals.end", &interval_end}});
+  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  const AttentionOptions options = {{}, 0.0, is_causal, false};
+  const AttentionContext context = {.device = device.native()};
+
+  std::size_t bytes = 0, workspace_bytes = 0;
+  check(flash_dmattn::attention_plan_bytes(inputs, options, context, &bytes));
+  check(flash_dmattn::attention_plan_workspace(inputs, options, context, &workspace_bytes));
+  const Workspace workspace(device, workspace_bytes);
+  const auto size = static_cast<std::int64_t>(bytes);
+  const Tensor plan = device.empty({&size, 1}, ScalarType::Byte);
+  check(flash_dmattn::make_attention_plan(inputs, options, plan.data_ptr(), bytes, workspace.data(), workspace.bytes(),
+                                          context));
+  return plan;
+}
+
+// How many elements attention_plan gives on a GPU for arguments of these sizes and strides, wherever they are.
+std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
+                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end) {
+  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  std::size_t bytes = 0;
+  check(flash_dmattn::attention_plan_bytes(inputs, {}, {.device = flash_dmattn::Device::cuda(nullptr)}, &bytes));
+  return static_cast<std::int64_t>(bytes);
 }
 
 // The counts in the order of the fields of PlanReport in python/flash_dmattn/planning.py.
@@ -460,14 +513,18 @@ std::string cuda_kernels(std::int64_t major, std::int64_t minor) {
 STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? seqlens_k, "
-      "Tensor? interval_begin, Tensor? interval_end, float? scale, float softcap, bool is_causal, bool deterministic) "
-      "-> (Tensor out, Tensor lse)");
+      "Tensor? interval_begin, Tensor? interval_end, Tensor? plan, float? scale, float softcap, bool is_causal, "
+      "bool deterministic) -> (Tensor out, Tensor lse)");
   // Gradients that are not asked for come back with no elements.
   library.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
-      "Tensor? bias, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, Tensor out, Tensor lse, "
-      "float? scale, float softcap, bool is_causal, bool deterministic, bool needs_dquery, bool needs_dkey, "
+      "Tensor? bias, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, Tensor? plan, Tensor out, "
+      "Tensor lse, float? scale, float softcap, bool is_causal, bool deterministic, bool needs_dquery, bool "
+      "needs_dkey, "
       "bool needs_dvalue, bool needs_dbias) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+  library.def(
+      "attention_plan(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
+      "Tensor? interval_end, bool is_causal) -> Tensor");
   library.def(
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
       "Tensor? seqlens_k) -> (Tensor begin, Tensor end)");
@@ -482,11 +539,15 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def("cpu_info() -> (str version, str isa_float, str isa_bfloat16, str[] compiled, str[] supported)");
   library.def("cuda_info() -> (int toolkit, str[] architectures)");
   library.def("cuda_kernels(int major, int minor) -> str");
+  library.def(
+      "cuda_plan_bytes(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
+      "Tensor? interval_end) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
   library.impl("attention_forward", TORCH_BOX(&attention_forward));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
+  library.impl("attention_plan", TORCH_BOX(&attention_plan));
   library.impl("select_keys", TORCH_BOX(&select_keys));
   library.impl("mask_intervals", TORCH_BOX(&mask_intervals));
   library.impl("plan_report", TORCH_BOX(&plan_report));
@@ -496,6 +557,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, library) {
   library.impl("attention_forward", TORCH_BOX(&attention_forward));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
+  library.impl("attention_plan", TORCH_BOX(&attention_plan));
   library.impl("select_keys", TORCH_BOX(&select_keys));
   library.impl("mask_intervals", TORCH_BOX(&mask_intervals));
   library.impl("plan_report", TORCH_BOX(&plan_report));
@@ -505,4 +567,5 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, library) {
   library.impl("cpu_info", TORCH_BOX(&cpu_info));
   library.impl("cuda_info", TORCH_BOX(&cuda_info));
   library.impl("cuda_kernels", TORCH_BOX(&cuda_kernels));
+  library.impl("cuda_plan_bytes", TORCH_BOX(&cuda_plan_bytes));
 }

@@ -16,6 +16,12 @@
 
 namespace flash_dmattn {
 
+// What make_attention_plan wrote. It holds no pointers: it may be copied and moved.
+struct AttentionPlan {
+  const void* data = nullptr;  // aligned to 64, on the device of the tensors; null: none
+  std::size_t bytes = 0;       // as attention_plan_bytes says
+};
+
 // Any strides and any alignment of the element type; only the stride of D must be 1 in query, key and
 // value (and in out, dout and their gradients). `float16 | bfloat16 | float32 | float64` is "T".
 struct AttentionInputs {
@@ -32,6 +38,9 @@ struct AttentionInputs {
   // Optional: one interval of query rows per key, as select_keys makes them. A score must be visible by
   // the intervals and by the mask.
   KeyIntervals intervals{};
+  // Optional: the plan of what hides keys in this call. Else every call that needs one makes its own. With a plan of
+  // other masks, intervals, lengths or another is_causal results mean nothing.
+  AttentionPlan plan{};
 };
 
 struct AttentionOptions {
@@ -84,7 +93,24 @@ struct AttentionContext {
   Device device{};                        // of all tensors and the workspace
 };
 
-// Bytes of scratch memory the call needs, aligned to 64. O(Sq + Sk) per head and worker.
+// What the forward and the backward find out about mask, intervals, seqlens_k and is_causal before they compute, made
+// once to be used by both, or by many calls. Of query and key only the sizes count; value may be left out, bias and
+// options other than is_causal do not matter. The query heads and the batch may be as few as mask and intervals tell
+// apart: one head if all share them, Hkv if query heads of a group do. seqlens_k counts as telling the batch apart.
+//
+// 0 bytes: there is nothing to plan, and a plan that is given is not looked at. So it is on the CPU, without mask and
+// intervals, and where nothing is computed. Where bytes are needed a given plan must have exactly as many. A forward of
+// few rows plans differently and leaves a plan to its backward. Neither query below asks the device.
+Status attention_plan_bytes(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
+                            std::size_t* bytes);
+Status attention_plan_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
+                                std::size_t* bytes);
+// Writes the plan into `bytes` bytes at `plan`, as many as attention_plan_bytes says, aligned to 64. The workspace is
+// scratch memory as below. Enqueued on the stream, never waits; the contents of mask and intervals are read then.
+Status make_attention_plan(const AttentionInputs&, const AttentionOptions&, void* plan, std::size_t bytes,
+                           void* workspace, std::size_t workspace_bytes, const AttentionContext&);
+
+// Bytes of scratch memory the call needs, aligned to 64. O(Sq + Sk) per head and worker. Less with a plan.
 Status attention_forward_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
                                    std::size_t* bytes);
 Status attention_backward_workspace(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,

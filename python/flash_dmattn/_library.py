@@ -1,6 +1,7 @@
 """Loads the operators `torch.ops.flash_dmattn.*` and registers what they need beside their C++ kernels: shapes for
 torch.compile, gradients, autocast and vmap."""
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,11 @@ torch.ops.load_library(_LIBRARY_FILE)
 
 _FORWARD = "flash_dmattn::attention_forward"
 _BACKWARD = "flash_dmattn::attention_backward"
+_PLAN = "flash_dmattn::attention_plan"
 _SELECT = "flash_dmattn::select_keys"
 _forward_op = torch.ops.flash_dmattn.attention_forward.default
 _backward_op = torch.ops.flash_dmattn.attention_backward.default
+_plan_op = torch.ops.flash_dmattn.attention_plan.default
 _select_op = torch.ops.flash_dmattn.select_keys.default
 _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
 
@@ -82,12 +85,17 @@ def attention_forward(
     seqlens_k: Tensor | None,
     interval_begin: Tensor | None,
     interval_end: Tensor | None,
+    plan: Tensor | None,
     scale: float | None,
     softcap: float,
     is_causal: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Calls the operator, by the shortest way that is safe.
+
+    Args:
+        plan: what `attention_plan` made for the same mask, lengths, intervals and is_causal. None: on a GPU it is made
+            here if a backward may follow, which then uses it, too; a forward alone is as fast without.
 
     Returns:
         out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 with float64).
@@ -96,22 +104,43 @@ def attention_forward(
         RuntimeError: forward-mode differentiation, which does not exist.
     """
     tensors = (query, key, value, mask, bias, seqlens_k, interval_begin, interval_end)
-    _check_devices(_TENSORS, tensors)
+    _check_devices(_TENSORS, (*tensors, plan))
     if forward_ad._current_level >= 0:
         _refuse_tangents(query=query, key=key, value=value, bias=bias)
-    arguments = (*tensors, scale, softcap, is_causal, deterministic)
-    if torch.compiler.is_compiling():
-        return _forward_op(*arguments)
-    if _functorch_is_active():
-        return _Attention.apply(*arguments)
-    if torch.is_grad_enabled() and (
+    options = (scale, softcap, is_causal, deterministic)
+    differentiable = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        return _forward_op(*arguments)
+    )
+    wants_plan = plan is None and differentiable and query.is_cuda and (mask is not None or interval_begin is not None)
+    if torch.compiler.is_compiling():
+        if wants_plan:
+            plan = attention_plan(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal)
+        return _forward_op(*tensors, plan, *options)
+    if _functorch_is_active():
+        return _Attention.apply(*tensors, plan, *options)
+    if differentiable:
+        if wants_plan:
+            with torch._C._AutoDispatchBelowAutograd():
+                plan = attention_plan(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal)
+        return _forward_op(*tensors, plan, *options)
     # Nothing to differentiate: without the autograd layer, which is written in Python and costs more than a small call.
     # That layer, made by torch.library.register_autograd, does the same in this case.
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*arguments)
+        return _forward_op(*tensors, plan, *options)
+
+
+def attention_plan(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    seqlens_k: Tensor | None,
+    interval_begin: Tensor | None,
+    interval_end: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    """Calls the operator; of query and key only the shapes count. uint8 (bytes,), empty where there is nothing to plan,
+    as on the CPU. Source: make_attention_plan in include/flash_dmattn/attention.h."""
+    return _plan_op(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal)
 
 
 def select_keys(
@@ -163,7 +192,7 @@ def check_data(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must have data; got {name} on meta")
 
 
-_TENSORS = ("query", "key", "value", "mask", "bias", "seqlens_k", "intervals.begin", "intervals.end")
+_TENSORS = ("query", "key", "value", "mask", "bias", "seqlens_k", "intervals.begin", "intervals.end", "plan")
 
 
 def _check_devices(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
@@ -213,7 +242,7 @@ def _forward_shapes(query, key, value, *others_and_options):
 
 @torch.library.register_fake(_BACKWARD, lib=_registrations)
 def _backward_shapes(
-    dout, dlse, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, out, lse, *options_and_needs
+    dout, dlse, query, key, value, mask, bias, seqlens_k, begin, end, plan, out, lse, *options_and_needs
 ):
     _check_given(dout=dout, query=query, key=key, value=value, out=out, lse=lse)
     needs = options_and_needs[-4:]
@@ -225,6 +254,65 @@ def _backward_shapes(
         tensor.new_empty(tensor.shape if needed else (0,))
         for tensor, needed in zip((query, key, value, bias), needs, strict=True)
     )
+
+
+@torch.library.register_fake(_PLAN, lib=_registrations)
+def _plan_shape(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal):
+    _check_given(query=query, key=key)
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
+    if mask is not None and not 2 <= mask.dim() <= 4:
+        raise ValueError(f"mask must have 2, 3 or 4 dimensions; got mask {tuple(mask.shape)}")
+    size = plan_bytes(query, key, mask, seqlens_k, interval_begin, interval_end) if query.is_cuda else 0
+    return query.new_empty((size,), dtype=torch.uint8)
+
+
+def plan_bytes(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    seqlens_k: Tensor | None,
+    interval_begin: Tensor | None,
+    interval_end: Tensor | None,
+) -> int:
+    """How many elements `attention_plan` gives on a GPU: what PreparedVisibility::place in
+    src/cuda/prepared_visibility.cpp takes. In terms that symbolic sizes allow without guards."""
+    batch, rows, heads = query.shape[:3]
+    keys = key.shape[1]
+    views = [view for view in (mask, interval_begin, interval_end) if view is not None]
+    if not views or any(size == 0 for size in (batch, rows, heads, keys)):
+        return 0
+    views = [_distinct(view) for view in views]
+    # Plans are told apart as the finest of the views tells batch elements and heads apart.
+    plan_batches, plan_heads, *_ = (functools.reduce(torch.sym_max, sizes) for sizes in zip(*views, strict=True))
+    if seqlens_k is not None and all(stride != 0 for stride in seqlens_k.stride()):
+        plan_batches = batch
+    row_chunks = _divide_up(rows, 1024)
+    plan_chunks = plan_batches * plan_heads * row_chunks
+    capacity = 128 * torch.sym_min(
+        _divide_up(torch.sym_min(torch.sym_max(keys // 4, 4096), keys), 128), (2**31 - 1) // 128
+    )
+    tiles = 2 * _divide_up(keys, 128)
+    # Bytes of chunks, keys, units of tiles and full units.
+    arrays = [8 * plan_chunks, 4 * plan_chunks * capacity, 2 * plan_chunks * tiles, 2 * plan_chunks * tiles]
+    if mask is not None and views[0][2] != 1:
+        mask_batches, mask_heads, _, mask_keys = views[0]
+        entries = mask_batches * mask_heads * row_chunks * mask_keys
+        arrays += [128 * entries, 4 * entries]  # words and units of the packed mask
+    return 64 * sum(_divide_up(size, 64) for size in arrays)
+
+
+def _distinct(view: Tensor) -> list[int]:
+    """(batch, head, row, key) sizes of a mask, or an interval bound, in any of its forms: 1 where nothing changes."""
+    sizes = [1 if size == 1 or stride == 0 else size for size, stride in zip(view.shape, view.stride(), strict=True)]
+    if view.dim() == 2:  # (Sq, Sk)
+        return [1, 1, *sizes]
+    return [*sizes[:2], 1, sizes[2]] if view.dim() == 3 else sizes
+
+
+def _divide_up(size: int, unit: int) -> int:
+    return (size + unit - 1) // unit
 
 
 @torch.library.register_fake(_SELECT, lib=_registrations)
@@ -249,7 +337,7 @@ def _attention_backward(ctx, dout, dlse):
     needs = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
     if dout is None:
         if dlse is None:
-            return (None,) * 12
+            return (None,) * 13
         dout = torch.zeros_like(out)
     backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
     gradients = backward(
@@ -258,7 +346,7 @@ def _attention_backward(ctx, dout, dlse):
     dquery, dkey, dvalue, dbias = (
         gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
     )
-    return dquery, dkey, dvalue, None, dbias, *(None,) * 7
+    return dquery, dkey, dvalue, None, dbias, *(None,) * 8
 
 
 def _refuse_second_derivative(ctx, *gradients):

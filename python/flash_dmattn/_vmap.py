@@ -1,7 +1,8 @@
 """Batching rules of the operators: the mapped dimension V is folded into the batch, (V, B, ...) -> (V * B, ...).
 
 Folding copies nothing where V and B can be one dimension of a view, which holds whenever B is 1. An argument that is
-not mapped and has B > 1 is repeated V times; a mask or bias of batch size 1 is not.
+not mapped and has B > 1 is repeated V times; a mask or bias of batch size 1 is not. A plan is one of the batch as it
+was: it is dropped, and the operator makes its own.
 """
 
 import torch
@@ -52,7 +53,7 @@ def _batch_of(query: Tensor, dim: int | None) -> int:
 def forward_rule(op):
     """The rule for flash_dmattn::attention_forward, in terms of `op` itself."""
 
-    def rule(info, in_dims, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, *options):
+    def rule(info, in_dims, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, plan, *options):
         size, batch = info.batch_size, _batch_of(query, in_dims[0])
         out, lse = op(
             _fold("query", query, in_dims[0], size),
@@ -63,6 +64,7 @@ def forward_rule(op):
             _fold("seqlens_k", seqlens_k, in_dims[5], size),
             _fold_broadcast("intervals.begin", interval_begin, in_dims[6], size, batch),
             _fold_broadcast("intervals.end", interval_end, in_dims[7], size, batch),
+            None,
             *options,
         )
         return (_unfold(out, size), _unfold(lse, size)), (0, 0)
@@ -74,7 +76,7 @@ def backward_rule(op):
     """The rule for flash_dmattn::attention_backward, in terms of `op` itself."""
 
     def rule(info, in_dims, dout, dlse, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, *rest):
-        out, lse, *options_and_needs = rest
+        plan, out, lse, *options_and_needs = rest
         size, batch = info.batch_size, _batch_of(query, in_dims[2])
         *_, needs_dbias = needs = options_and_needs[-4:]
         folded_bias = bias if bias is None else _leading(bias, in_dims[6], size)
@@ -95,8 +97,9 @@ def backward_rule(op):
             _fold("seqlens_k", seqlens_k, in_dims[7], size),
             _fold_broadcast("intervals.begin", interval_begin, in_dims[8], size, batch),
             _fold_broadcast("intervals.end", interval_end, in_dims[9], size, batch),
-            _fold("out", out, in_dims[10], size),
-            _fold("lse", lse, in_dims[11], size),
+            None,
+            _fold("out", out, in_dims[11], size),
+            _fold("lse", lse, in_dims[12], size),
             *options_and_needs,
         )
         *gradients, dbias = gradients

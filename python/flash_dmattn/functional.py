@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import _library
 from ._arguments import as_int, as_number, check_bool, check_optional_tensor, check_tensor
-from .prepared import PreparedMask, check_mask, split_mask
+from .prepared import PreparedMask, check_mask, plan_of, split_mask
 from .selection import KeyIntervals
 
 
@@ -62,8 +62,9 @@ def attention(
     check_optional_tensor("seqlens_k", seqlens_k)
     check_bool("return_lse", return_lse)
     options = _check_options(scale, softcap, is_causal, deterministic)
+    plan = plan_of(mask, is_causal, seqlens_k)
     mask, begin, end = split_mask(mask, query.shape, key.shape, is_causal)
-    out, lse = _library.attention_forward(query, key, value, mask, bias, seqlens_k, begin, end, *options)
+    out, lse = _library.attention_forward(query, key, value, mask, bias, seqlens_k, begin, end, plan, *options)
     return (out, lse) if return_lse else out
 
 
@@ -132,7 +133,7 @@ def dynamic_mask_attention(
 
     scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k)
     begin, end = _library.select_keys(scores, window_size, query.shape[1], selection == "causal", key_mask, seqlens_k)
-    out, lse = _library.attention_forward(query, key, value, None, key_bias, seqlens_k, begin, end, *options)
+    out, lse = _library.attention_forward(query, key, value, None, key_bias, seqlens_k, begin, end, None, *options)
     return (out, lse) if return_lse else out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,13 +21,15 @@ class PreparedMask:
     """What `prepare_mask` made of a mask. `attention` and the other functions take it as a mask.
 
     Tensors and sizes, nothing else: a pytree that torch.compile takes, that can be saved and moved. Immutable, but a
-    bool mask that was kept is the caller's own tensor.
+    bool mask that was kept is the caller's own tensor, which must not change where there is a plan.
 
     Args:
         intervals: what is visible, if every key's rows follow one another. None otherwise.
         mask: bool (B or 1, heads, Sq or 1, Sk or 1), if there are no intervals.
         seqlen_q, seqlen_k: the lengths that it was made for; None: any.
         is_causal: it tells what is visible under the causal rule, and only calls with is_causal=True take it.
+        plan: on a GPU, if both lengths are known, the plan of calls with this is_causal and without seqlens_k, uint8;
+            other calls plan for themselves. None: all do.
     """
 
     intervals: KeyIntervals | None
@@ -35,6 +37,7 @@ class PreparedMask:
     seqlen_q: int | None
     seqlen_k: int | None
     is_causal: bool
+    plan: Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -54,14 +57,23 @@ class PreparedMask:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements; those of broadcast dimensions count once."""
+        """Bytes of its elements, the plan's too; those of broadcast dimensions count once."""
         tensors = [self.mask] if self.intervals is None else [self.intervals.begin, self.intervals.end]
+        if self.plan is not None:
+            tensors.append(self.plan)
         return sum(_without_broadcast(tensor).nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str) -> PreparedMask:
-        if self.intervals is None:
-            return _make(None, self.mask.to(device), self.seqlen_q, self.seqlen_k, self.is_causal)
-        return _make(self.intervals.to(device), None, self.seqlen_q, self.seqlen_k, self.is_causal)
+        """The same there; the plan is made anew, or left out where none is used."""
+        if torch.device(device) == self.device:
+            return self
+        intervals = None if self.intervals is None else self.intervals.to(device)
+        mask = None if self.mask is None else self.mask.to(device)
+        return _make(intervals, mask, self.seqlen_q, self.seqlen_k, self.is_causal)
+
+    def __reduce__(self) -> tuple:
+        # Without the plan, which is made anew: another device, or version of the library, has another one.
+        return _make, (self.intervals, self.mask, self.seqlen_q, self.seqlen_k, self.is_causal)
 
     def dense_mask(self, seqlen_q: int | None = None) -> Tensor:
         """The same as a mask, to look at: bool (B or 1, heads, Sq, Sk or 1), True = visible.
@@ -87,10 +99,12 @@ class PreparedMask:
             "keys": "one bool per key",
             "mask": "the bool mask itself",
         }[self.kind]
+        planned = "" if self.plan is None else " and a plan"
         lengths = ["any" if n is None else str(n) for n in (self.seqlen_q, self.seqlen_k)]
         return (
-            f"PreparedMask({self.kind}: {held}, {_size(self.nbytes)}; B {self.shape[0]}, heads {self.shape[1]}, "
-            f"Sq {lengths[0]}, Sk {lengths[1]}, is_causal={self.is_causal}, device={self.device})"
+            f"PreparedMask({self.kind}: {held}{planned}, {_size(self.nbytes)}; "
+            f"B {self.shape[0]}, heads {self.shape[1]}, Sq {lengths[0]}, Sk {lengths[1]}, "
+            f"is_causal={self.is_causal}, device={self.device})"
         )
 
 
@@ -100,14 +114,15 @@ def prepare_mask(mask: Tensor | KeyIntervals, seqlen_q: int | None = None, *, is
     If the rows that see a key follow one another, for every key (masks of the highest scores under the causal rule,
     windows, documents, padding), the result holds one interval per key: O(Sk) to read instead of Sq * Sk, and attention
     orders and gathers such keys better. If all rows see the same keys it holds one bool per key. Otherwise it holds the
-    mask itself, which is read as before. `PreparedMask.kind` and its repr say which.
+    mask itself. `PreparedMask.kind` and its repr say which. On a GPU it also holds the plan that every forward and
+    backward would otherwise make for itself, if Sq and Sk are known: then the mask must not be changed afterwards.
 
-    The mask's elements are read here, at most once, with O(Sk) memory beside it. Not inside torch.compile, since what
-    comes out depends on them; the result may be used there.
+    The mask's elements are read here, at most once for intervals and once for a plan, with O(Sk) memory beside it and
+    the result. Not inside torch.compile, since what comes out depends on them; the result may be used there.
 
     Args:
         mask: bool, True = visible, in any form that `attention` takes; or KeyIntervals.
-        seqlen_q: Sq, for a mask that does not tell (KeyIntervals, or one row for all); default: any.
+        seqlen_q: Sq, for a mask that does not tell (KeyIntervals, or one row for all); default: any, and no plan.
         is_causal: the calls will have the causal rule, and must: what it hides need not fit the intervals then.
 
     Raises:
@@ -175,6 +190,15 @@ def split_mask(
     return mask, None, None
 
 
+def plan_of(
+    mask: Tensor | KeyIntervals | PreparedMask | None, is_causal: bool, seqlens_k: Tensor | None
+) -> Tensor | None:
+    """The plan that a call of such a mask can use, if there is one."""
+    if isinstance(mask, PreparedMask) and mask.is_causal == is_causal and seqlens_k is None:
+        return mask.plan
+    return None
+
+
 def dense_mask(
     mask: Tensor | KeyIntervals | PreparedMask | None,
     query_shape: Sequence[int],
@@ -208,7 +232,16 @@ def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequen
 def _make(
     intervals: KeyIntervals | None, mask: Tensor | None, seqlen_q: int | None, seqlen_k: int | None, is_causal: bool
 ) -> PreparedMask:
-    return PreparedMask(intervals, mask, seqlen_q, seqlen_k, is_causal)
+    prepared = PreparedMask(intervals, mask, seqlen_q, seqlen_k, is_causal)
+    if prepared.device.type != "cuda" or seqlen_q is None or seqlen_k is None:
+        return prepared
+    # Of heads and batch elements that it does not tell apart one is enough, and their head dim does not matter.
+    batch, heads = prepared.shape
+    one = torch.empty((), dtype=torch.bfloat16, device=prepared.device)
+    query, key = (one.expand(batch, length, heads, 8) for length in (seqlen_q, seqlen_k))
+    bounds = (None, None) if intervals is None else (intervals.begin, intervals.end)
+    plan = _library.attention_plan(query, key, mask, None, *bounds, is_causal)
+    return replace(prepared, plan=plan)
 
 
 def _without_broadcast(tensor: Tensor) -> Tensor:
@@ -226,23 +259,27 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _context_of(mask: PreparedMask) -> tuple[bool, int | None, int | None, bool]:
-    return mask.intervals is not None, mask.seqlen_q, mask.seqlen_k, mask.is_causal
+def _held(mask: PreparedMask) -> tuple[str, ...]:
+    """The names of what it holds."""
+    return tuple(name for name in ("intervals", "mask", "plan") if getattr(mask, name) is not None)
+
+
+def _context_of(mask: PreparedMask) -> tuple[tuple[str, ...], int | None, int | None, bool]:
+    return _held(mask), mask.seqlen_q, mask.seqlen_k, mask.is_causal
 
 
 def _flatten(mask: PreparedMask) -> tuple[list[object], tuple]:
-    return [mask.mask if mask.intervals is None else mask.intervals], _context_of(mask)
+    return [getattr(mask, name) for name in _held(mask)], _context_of(mask)
 
 
 def _flatten_with_keys(mask: PreparedMask) -> tuple[list[tuple[pytree.KeyEntry, object]], tuple]:
-    name = "mask" if mask.intervals is None else "intervals"
-    return [(pytree.GetAttrKey(name), getattr(mask, name))], _context_of(mask)
+    return [(pytree.GetAttrKey(name), getattr(mask, name)) for name in _held(mask)], _context_of(mask)
 
 
 def _unflatten(held: Sequence[object], context: tuple) -> PreparedMask:
-    has_intervals, *sizes = context
-    (only,) = held
-    return _make(only if has_intervals else None, None if has_intervals else only, *sizes)
+    names, *sizes = context
+    tensors = dict(zip(names, held, strict=True))
+    return PreparedMask(tensors.get("intervals"), tensors.get("mask"), *sizes, tensors.get("plan"))
 
 
 pytree.register_pytree_node(

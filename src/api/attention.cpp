@@ -1,5 +1,7 @@
 #include "flash_dmattn/attention.h"
 
+#include <string>
+
 #include "api/validate.h"
 #include "api/workspace.h"
 #include "cpu/backend.h"
@@ -16,9 +18,29 @@ Executor& executor_of(const AttentionContext& context) {
   return context.executor != nullptr ? *context.executor : default_executor();
 }
 
+bool may_be_planned(const AttentionProblem& problem, const AttentionContext& context) {
+  return context.device.is_cuda() && !problem.empty() && problem.keys > 0;
+}
+
+Status plan_bytes(const AttentionProblem& problem, const AttentionContext& context, std::size_t* bytes) {
+  *bytes = 0;
+  return may_be_planned(problem, context) ? internal::cuda::attention_plan_bytes(problem, bytes) : Status();
+}
+
+// All that can be seen of a plan without waiting for it.
+Status check_plan(const AttentionProblem& problem, const AttentionContext& context) {
+  if (problem.plan == nullptr) return Status();
+  std::size_t needed = 0;
+  const Status status = plan_bytes(problem, context, &needed);
+  if (!status.ok() || needed == 0 || needed == problem.plan_bytes) return status;
+  return Status::invalid("plan", "must have the " + std::to_string(needed) + " bytes of a plan for this call",
+                         "plan of " + std::to_string(problem.plan_bytes) + " bytes");
+}
+
 Status forward_bytes(const AttentionProblem& problem, const AttentionContext& context, std::size_t* bytes) {
   *bytes = 0;
   if (problem.empty()) return Status();
+  if (Status status = check_plan(problem, context); !status.ok()) return status;
   if (context.device.is_cuda()) return internal::cuda::forward_workspace(problem, bytes);
   if (problem.dtype != DType::kFloat64) *bytes = internal::cpu::forward_workspace(problem, executor_of(context));
   return Status();
@@ -27,6 +49,7 @@ Status forward_bytes(const AttentionProblem& problem, const AttentionContext& co
 // No query row: every gradient that is asked for is zero, and there is nothing to walk over.
 Status backward_bytes(const BackwardProblem& problem, const AttentionContext& context, std::size_t* bytes) {
   *bytes = 0;
+  if (Status status = check_plan(problem, context); !status.ok()) return status;
   if (context.device.is_cuda()) return internal::cuda::backward_workspace(problem, bytes);
   if (problem.empty()) return Status();
   if (problem.dtype != DType::kFloat64) *bytes = internal::cpu::backward_workspace(problem, executor_of(context));
@@ -47,6 +70,37 @@ void clear_gradients(const BackwardProblem& problem) {
 }
 
 }  // namespace
+
+Status attention_plan_bytes(const AttentionInputs& inputs, const AttentionOptions& options,
+                            const AttentionContext& context, std::size_t* bytes) {
+  AttentionProblem problem;
+  Status status = internal::make_planned_problem(inputs, options, &problem);
+  return status.ok() ? plan_bytes(problem, context, bytes) : status;
+}
+
+Status attention_plan_workspace(const AttentionInputs& inputs, const AttentionOptions& options,
+                                const AttentionContext& context, std::size_t* bytes) {
+  AttentionProblem problem;
+  if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
+  *bytes = 0;
+  return may_be_planned(problem, context) ? internal::cuda::attention_plan_workspace(problem, bytes) : Status();
+}
+
+Status make_attention_plan(const AttentionInputs& inputs, const AttentionOptions& options, void* plan,
+                           std::size_t bytes, void* workspace, std::size_t workspace_bytes,
+                           const AttentionContext& context) {
+  AttentionProblem problem;
+  if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
+  problem.plan = nullptr;
+  std::size_t needed = 0, needed_workspace = 0;
+  Status status = plan_bytes(problem, context, &needed);
+  if (!status.ok() || needed == 0) return status;
+  status = internal::check_memory("plan", plan, bytes, needed);
+  if (status.ok()) status = internal::cuda::attention_plan_workspace(problem, &needed_workspace);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed_workspace);
+  if (!status.ok()) return status;
+  return internal::cuda::make_attention_plan(problem, plan, workspace, context.device.stream);
+}
 
 Status attention_forward_workspace(const AttentionInputs& inputs, const AttentionOptions& options,
                                    const AttentionContext& context, std::size_t* bytes) {

@@ -12,15 +12,11 @@ namespace flash_dmattn {
 namespace {
 
 using internal::AttentionProblem;
+using internal::make_planned_problem;
 
 template <typename Context>
 Executor& executor_of(const Context& context) {
   return context.executor != nullptr ? *context.executor : default_executor();
-}
-
-Status make_planned_problem(AttentionInputs inputs, const AttentionOptions& options, AttentionProblem* problem) {
-  if (!inputs.value.defined()) inputs.value = inputs.key;
-  return internal::make_problem(inputs, options, problem);
 }
 
 Status check_index(const char* name, std::int64_t index, std::int64_t size) {

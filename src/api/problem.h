@@ -1,6 +1,7 @@
 // Validated arguments in the one form that every backend reads. Nothing here is checked again.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "flash_dmattn/attention.h"
@@ -44,6 +45,8 @@ struct AttentionProblem {
   std::int64_t seqlens_stride = 0;
   double scale = 1.0, softcap = 0.0;
   bool is_causal = false, deterministic = false;
+  const void* plan = nullptr;  // aligned to 64; null: none given
+  std::size_t plan_bytes = 0;
 
   constexpr std::int64_t group() const { return key_heads > 0 ? heads / key_heads : 1; }
   // The keys that exist for batch element b.

@@ -9,6 +9,8 @@
 #include <limits>
 #include <string>
 
+#include "api/workspace.h"
+
 namespace flash_dmattn::internal {
 namespace {
 
@@ -310,6 +312,19 @@ Status read_seqlens(const TensorView& seqlens, AttentionProblem* problem) {
   return {};
 }
 
+// What it holds is known to the backend alone.
+Status read_plan(const AttentionPlan& plan, AttentionProblem* problem) {
+  if (plan.data == nullptr && plan.bytes != 0) {
+    return Status::invalid("plan", "must have data", std::to_string(plan.bytes) + " bytes at a null pointer");
+  }
+  if (reinterpret_cast<std::uintptr_t>(plan.data) % kWorkspaceAlignment != 0) {
+    return Status::invalid("plan", "must be aligned to 64 bytes", "plan unaligned");
+  }
+  problem->plan = plan.data;
+  problem->plan_bytes = plan.bytes;
+  return {};
+}
+
 DType lse_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
 Expected query_like(const char* name, const TensorView& view, const AttentionProblem& p, Layout layout) {
@@ -377,7 +392,13 @@ Status make_problem(const AttentionInputs& inputs, const AttentionOptions& optio
   if (Status status = read_mask(inputs.mask, problem); !status.ok()) return status;
   if (Status status = read_bias(inputs.bias, problem); !status.ok()) return status;
   if (Status status = read_intervals(inputs.intervals, problem); !status.ok()) return status;
-  return read_seqlens(inputs.seqlens_k, problem);
+  if (Status status = read_seqlens(inputs.seqlens_k, problem); !status.ok()) return status;
+  return read_plan(inputs.plan, problem);
+}
+
+Status make_planned_problem(AttentionInputs inputs, const AttentionOptions& options, AttentionProblem* problem) {
+  if (!inputs.value.defined()) inputs.value = inputs.key;
+  return make_problem(inputs, options, problem);
 }
 
 Status make_forward_problem(const AttentionInputs& inputs, const AttentionOptions& options,

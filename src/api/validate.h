@@ -16,6 +16,8 @@ Status make_backward_problem(const AttentionInputs&, const AttentionCotangents&,
                              const AttentionGradients&, BackwardProblem*);
 // For workspace queries, which know no outputs yet.
 Status make_problem(const AttentionInputs&, const AttentionOptions&, AttentionProblem*);
+// For plans, which look at no value: it may be left out.
+Status make_planned_problem(AttentionInputs, const AttentionOptions&, AttentionProblem*);
 
 // A selection; without the intervals for workspace queries, which know none yet.
 Status make_selection_problem(const SelectionInputs&, const SelectionOptions&, const KeyIntervals*, SelectionProblem*);

@@ -13,13 +13,17 @@ namespace flash_dmattn::internal {
 
 constexpr std::size_t kWorkspaceAlignment = 64;
 
-inline Status check_workspace(const void* workspace, std::size_t bytes, std::size_t needed) {
+inline Status check_memory(const char* name, const void* memory, std::size_t bytes, std::size_t needed) {
   if (needed == 0) return Status();
-  const bool aligned = reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment == 0;
-  if (workspace != nullptr && aligned && bytes >= needed) return Status();
+  const bool aligned = reinterpret_cast<std::uintptr_t>(memory) % kWorkspaceAlignment == 0;
+  if (memory != nullptr && aligned && bytes >= needed) return Status();
   return Status::invalid(
-      "workspace", "must hold " + std::to_string(needed) + " bytes, aligned to 64",
-      workspace == nullptr ? "null" : std::to_string(bytes) + " bytes" + (aligned ? "" : ", not aligned"));
+      name, "must hold " + std::to_string(needed) + " bytes, aligned to 64",
+      memory == nullptr ? "null" : std::to_string(bytes) + " bytes" + (aligned ? "" : ", not aligned"));
+}
+
+inline Status check_workspace(const void* workspace, std::size_t bytes, std::size_t needed) {
+  return check_memory("workspace", workspace, bytes, needed);
 }
 
 inline Status check_own_workspace(const Device& device) {

@@ -11,6 +11,9 @@ Status absent() {
 
 }  // namespace
 
+Status attention_plan_bytes(const AttentionProblem&, std::size_t*) { return absent(); }
+Status attention_plan_workspace(const AttentionProblem&, std::size_t*) { return absent(); }
+Status make_attention_plan(const AttentionProblem&, void*, void*, void*) { return absent(); }
 Status forward_workspace(const AttentionProblem&, std::size_t*) { return absent(); }
 Status backward_workspace(const BackwardProblem&, std::size_t*) { return absent(); }
 Status forward(const ForwardProblem&, void*, void*) { return absent(); }

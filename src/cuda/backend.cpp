@@ -69,6 +69,7 @@ void fill(const AttentionProblem& problem, const PreparedVisibility& prepared, A
   params->score = score_rule_of(problem);
   params->aligned =
       problem.head_dim % 8 == 0 && is_aligned(problem.query) && is_aligned(problem.key) && is_aligned(problem.value);
+  params->shared_limit = shared_limit();
   params->visibility = prepared.visibility;
   params->plan = prepared.plan;
 }
@@ -85,12 +86,15 @@ cudaError_t by_type(const AttentionProblem& problem, Launch launch) {
 }
 
 const char* plan_kind(const PreparedVisibility& prepared) {
+  if (prepared.given) return "by a plan made before, in chunks of 1024 rows";
   return prepared.planned ? "planned on the device in chunks of 1024 rows" : "dense";
 }
 
 void log_call(const char* direction, const AttentionProblem& problem, const char* kind) {
   if (!logging()) return;
-  std::fprintf(stderr, "flash_dmattn: cuda/portable %s: %s\n", describe_call(direction, problem).c_str(), kind);
+  const char* tiles = is_narrow(shared_limit()) ? ", narrow tiles" : "";
+  std::fprintf(stderr, "flash_dmattn: cuda/portable%s %s: %s\n", tiles, describe_call(direction, problem).c_str(),
+               kind);
 }
 
 std::int64_t bias_elements(const BroadcastView& bias) { return bias.batches * bias.heads * bias.rows * bias.keys; }
@@ -100,6 +104,7 @@ struct BackwardScratch {
   RowFacts* row_facts = nullptr;
   std::int64_t padded_rows = 0;
   float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
+  std::uint8_t* stored = nullptr;  // as in BackwardParams
   std::size_t dquery_bytes = 0, key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0, colors = 1;
   bool wants_sums = false;
@@ -108,7 +113,7 @@ struct BackwardScratch {
   bool dbias_by_head = false;  // dbias_sums has an entry for every query head and key: launch_shared_bias_gradients
 
   void take(const BackwardProblem& problem, const PreparedVisibility& prepared, Arena* arena) {
-    const BackwardTiles tiles = backward_tiles(static_cast<int>(problem.head_dim));
+    const BackwardTiles tiles = backward_tiles(static_cast<int>(problem.head_dim), shared_limit());
     const auto bucket = static_cast<std::size_t>(bucket_of(static_cast<int>(problem.head_dim)));
     deterministic = problem.deterministic;
     padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
@@ -123,6 +128,9 @@ struct BackwardScratch {
     key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(colors);
     if (wants_sums && problem.dkey.defined()) dkey_sums = arena->take<float>(key_bytes / sizeof(float));
     if (wants_sums && problem.dvalue.defined()) dvalue_sums = arena->take<float>(key_bytes / sizeof(float));
+    if (prepared.planned && splits == 1) {
+      stored = arena->take<std::uint8_t>(static_cast<std::size_t>(problem.batch * problem.key_heads));
+    }
     if (problem.dbias.defined()) take_bias(problem, arena);
   }
 
@@ -169,7 +177,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const PreparedVis
   fill(problem, prepared, &params);
   params.dout = problem.dout;
   params.row_facts = scratch.row_facts;
-  params.row_tile = backward_tiles(params.head_dim).rows;
+  params.row_tile = backward_tiles(params.head_dim, params.shared_limit).rows;
   params.dquery_sums = scratch.dquery_sums;
   params.dquery = problem.dquery;
   params.dkey = problem.dkey;
@@ -181,6 +189,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const PreparedVis
   params.wants_dkey = problem.dkey.defined();
   params.wants_dvalue = problem.dvalue.defined();
   params.uses_sums = scratch.wants_sums;
+  params.stored = scratch.stored;
   params.splits = scratch.splits;
   params.chunk_limit = prepared.plan.chunk_count;
   params.colors = scratch.colors;
@@ -242,7 +251,7 @@ void launch_key_passes(const BackwardProblem& problem, const PreparedVisibility&
 void launch_results(const BackwardProblem& problem, const PreparedVisibility& prepared, const BackwardScratch& scratch,
                     const BackwardParams& params, Launches* launches, cudaStream_t stream) {
   if (scratch.dquery_sums != nullptr) {
-    launches->then([&] { return launch_query_gradients(problem, scratch.dquery_sums, stream); });
+    launches->then([&] { return launch_query_gradients(problem, params.shared_limit, scratch.dquery_sums, stream); });
   }
   if (scratch.deterministic && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
     launches->then([&] {
@@ -253,7 +262,8 @@ void launch_results(const BackwardProblem& problem, const PreparedVisibility& pr
   }
   const auto round = [&](const float* sums, const TokenView& gradient) {
     if (sums == nullptr) return;
-    launches->then([&] { return launch_key_gradients(problem, sums, scratch.colors, gradient, stream); });
+    launches->then(
+        [&] { return launch_key_gradients(problem, sums, scratch.colors, scratch.stored, gradient, stream); });
   };
   round(scratch.dkey_sums, problem.dkey);
   round(scratch.dvalue_sums, problem.dvalue);
@@ -268,6 +278,37 @@ void launch_results(const BackwardProblem& problem, const PreparedVisibility& pr
 }
 
 }  // namespace
+
+Status attention_plan_bytes(const AttentionProblem& problem, std::size_t* bytes) {
+  *bytes = 0;
+  if (!is_planned(problem)) return {};
+  if (Status status = check_lengths(problem); !status.ok()) return status;
+  Arena arena(nullptr);
+  PreparedVisibility().place(problem, &arena);
+  *bytes = arena.used();
+  return {};
+}
+
+Status attention_plan_workspace(const AttentionProblem& problem, std::size_t* bytes) {
+  *bytes = 0;
+  if (!is_planned(problem)) return {};
+  if (Status status = check_lengths(problem); !status.ok()) return status;
+  Arena arena(nullptr);
+  PreparedVisibility prepared;
+  prepared.place(problem, &arena);
+  *bytes = prepared.staging_size(problem);
+  return {};
+}
+
+Status make_attention_plan(const AttentionProblem& problem, void* plan, void* workspace, void* stream) {
+  if (Status status = check_current_device(); !status.ok()) return status;
+  Launches launches;
+  Arena arena(plan);
+  PreparedVisibility prepared;
+  prepared.place(problem, &arena);
+  prepared.write(problem, workspace, &launches, static_cast<cudaStream_t>(stream));
+  return launches.status();
+}
 
 Status forward_workspace(const AttentionProblem& problem, std::size_t* bytes) {
   if (Status status = check_problem(problem); !status.ok()) return status;

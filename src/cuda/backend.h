@@ -13,6 +13,12 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// Of a problem with rows and keys. 0 bytes: it needs no plan. The two queries do not ask the device.
+Status attention_plan_bytes(const AttentionProblem&, std::size_t* bytes);
+Status attention_plan_workspace(const AttentionProblem&, std::size_t* bytes);
+Status make_attention_plan(const AttentionProblem&, void* plan, void* workspace, void* stream);
+
+// A problem that has a plan of its own needs no memory for one.
 Status forward_workspace(const AttentionProblem&, std::size_t* bytes);
 Status backward_workspace(const BackwardProblem&, std::size_t* bytes);
 // `stream` is a cudaStream_t.

@@ -2,13 +2,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <sstream>
 #include <string>
 
+#include "cuda/params.h"
 #include "flash_dmattn/info.h"
 
 namespace flash_dmattn {
@@ -68,7 +71,50 @@ Status judge(int device, bool* runs) {
                              std::to_string(minor));
 }
 
+// What FLASH_DMATTN_ARCH allows: "portable", these kernels as the GPU runs them best, which is the default, or the
+// compute capability of another GPU, "sm_86".
+std::size_t allowed_shared_bytes() {
+  const char* name = std::getenv("FLASH_DMATTN_ARCH");
+  if (name == nullptr || std::string(name) == "portable") return kWideSharedBytes;
+  int capability = 0, end = 0;
+  if (std::sscanf(name, "sm_%d%n", &capability, &end) != 1 || name[end] != '\0' || capability < kLeastCapability) {
+    std::fprintf(stderr, "flash_dmattn: FLASH_DMATTN_ARCH=%s names no kernels of this build; it is ignored\n", name);
+    return kWideSharedBytes;
+  }
+  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+  switch (capability) {
+    case 80:
+    case 87:
+      return 163 * 1024;
+    case 90:
+    case 100:
+    case 103:
+    case 110:
+      return kWideSharedBytes;
+    default:
+      return kLeastSharedBytes;
+  }
+}
+
+std::array<std::atomic<std::size_t>, kRemembered> known_limits;
+
 }  // namespace
+
+std::size_t shared_limit() {
+  static const std::size_t allowed = allowed_shared_bytes();
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return kLeastSharedBytes;
+  const auto index = static_cast<std::size_t>(device);
+  if (index < kRemembered) {
+    if (const std::size_t known = known_limits[index].load(std::memory_order_relaxed); known != 0) return known;
+  }
+  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+    return kLeastSharedBytes;
+  }
+  const std::size_t limit = std::min(allowed, static_cast<std::size_t>(bytes));
+  if (index < kRemembered) known_limits[index].store(limit, std::memory_order_relaxed);
+  return limit;
+}
 
 Status check_current_device() {
   int device = 0;

@@ -12,6 +12,12 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// Shared memory that a block may have, in bytes: on every GPU from sm_80 on, and what tiles are made for on those with
+// the most. GPUs with less than the latter get narrow tiles.
+constexpr std::size_t kLeastSharedBytes = 99 * 1024;
+constexpr std::size_t kWideSharedBytes = 227 * 1024;
+constexpr bool is_narrow(std::size_t shared_limit) { return shared_limit < kWideSharedBytes; }
+
 // How scores are made from products, in units of log2, so that exp2 suffices.
 struct ScoreRule {
   // Whether the score is more than scale_log2 * product with a positive scale: softcap, bias or a negative scale. Else
@@ -34,6 +40,7 @@ struct AttentionParams {
   ScoreRule score;
   // Every row of query, key, value (and out, dout) is whole pieces of 16 aligned bytes. Else they are read by element.
   bool aligned = false;
+  std::size_t shared_limit = kWideSharedBytes;  // bytes of shared memory that a block may have
   Visibility visibility;
   DevicePlan plan;  // unset for what the causal rule and lengths alone hide
   // bool, as given, whether it differs by row or not; data null: none. For decode, which needs no plan: only it reads
@@ -67,6 +74,9 @@ struct BackwardParams : AttentionParams {
   BroadcastView dbias;                                 // strides of dbias_sums
   bool wants_dkey = false, wants_dvalue = false;
   bool uses_sums = false;
+  // (B, Hkv): whether the kernel stored dkey and dvalue all the same, since no chunk of that head has a list and every
+  // key had one owner; null: it never does.
+  std::uint8_t* stored = nullptr;
   std::int32_t splits = 1;  // blocks that share a tile of keys, each with some of the group's heads
 
   // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.

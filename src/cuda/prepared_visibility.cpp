@@ -6,8 +6,6 @@
 #include <string>
 
 #include "cuda/device_kernels.h"
-#include "cuda/plan/full_tiles.h"
-#include "cuda/plan/make_plan.h"
 #include "cuda/plan/pack_mask.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -16,18 +14,6 @@ namespace {
 // A mask with an entry of its own for every row is packed; others are read as they are, once a key.
 bool needs_packing(const AttentionProblem& problem) {
   return problem.mask.defined() && without_copies(problem.mask).rows > 1;
-}
-
-// What plan_shape looks at in a packed mask, before there is one.
-PackedMask outline_of_packed(const BroadcastView& mask, std::int64_t rows, std::int64_t keys) {
-  static const std::uint32_t kNoWords = 0;
-  const BroadcastView distinct = without_copies(mask);
-  PackedMask packed;
-  packed.words = &kNoWords;
-  packed.head_stride = distinct.heads > 1 ? rows * keys : 0;
-  packed.batch_stride = distinct.batches > 1 ? rows * keys : 0;
-  packed.head_divisor = distinct.head_divisor;
-  return packed;
 }
 
 }  // namespace
@@ -45,12 +31,7 @@ Visibility visibility_of(const AttentionProblem& problem) {
   return visibility;
 }
 
-Status check_problem(const AttentionProblem& problem) {
-  if (Status status = check_current_device(); !status.ok()) return status;
-  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) {
-    return Status::invalid("query", "must be float16 or bfloat16 on CUDA",
-                           std::string("query ") + name_of(problem.dtype));
-  }
+Status check_lengths(const AttentionProblem& problem) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 2048;
   if (problem.rows > kMost || problem.keys > kMost) {
     return Status::invalid("query", "and key must have fewer than 2^31 - 2048 tokens on CUDA",
@@ -59,12 +40,25 @@ Status check_problem(const AttentionProblem& problem) {
   return {};
 }
 
+Status check_problem(const AttentionProblem& problem) {
+  if (Status status = check_current_device(); !status.ok()) return status;
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) {
+    return Status::invalid("query", "must be float16 or bfloat16 on CUDA",
+                           std::string("query ") + name_of(problem.dtype));
+  }
+  return check_lengths(problem);
+}
+
 bool is_planned(const AttentionProblem& problem) { return problem.mask.defined() || problem.interval_begin.defined(); }
 
 void PreparedVisibility::prepare(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches,
                                  cudaStream_t stream) {
   planned = is_planned(problem);
-  if (planned) {
+  given = planned && problem.plan != nullptr && problem.keys > 0;
+  if (given) {
+    Arena memory(const_cast<void*>(problem.plan));  // read only
+    place(problem, &memory);
+  } else if (planned) {
     make(problem, arena, launch, launches, stream);
   } else {
     visibility = visibility_of(problem);
@@ -73,30 +67,33 @@ void PreparedVisibility::prepare(const AttentionProblem& problem, Arena* arena, 
 
 void PreparedVisibility::make(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches,
                               cudaStream_t stream) {
+  place(problem, arena);
+  void* staging = arena->take<std::byte>(staging_size(problem));
+  if (launch) write(problem, staging, launches, stream);
+}
+
+void PreparedVisibility::place(const AttentionProblem& problem, Arena* arena) {
   visibility = visibility_of(problem);
   if (needs_packing(problem)) {
-    void* memory = arena->take<std::byte>(packed_mask_bytes(problem.mask, problem.rows, problem.keys));
-    if (launch) {
-      launches->then(
-          [&] { return pack_mask(problem.mask, problem.rows, problem.keys, memory, &visibility.packed, stream); });
-    } else {
-      visibility.packed = outline_of_packed(problem.mask, problem.rows, problem.keys);
-    }
+    packed_memory_ = arena->take<std::byte>(packed_mask_bytes(problem.mask, problem.rows, problem.keys));
+    visibility.packed = packed_mask_at(problem.mask, problem.rows, problem.keys, packed_memory_);
+    // While only measured there are no words, and yet the plan's shape depends on there being some.
+    static const std::uint32_t kNoWords = 0;
+    if (packed_memory_ == nullptr) visibility.packed.words = &kNoWords;
   }
-  const PlanShape shape = plan_shape(visibility, problem.batch, problem.heads, 0);
-  const std::int64_t plans = (shape.per_batch ? problem.batch : 1) * shape.plan_heads;
-  void* memory = arena->take<std::byte>(plan_bytes(shape, problem.batch));
-  void* full_memory = arena->take<std::byte>(full_tiles_bytes(plans, shape.chunk_count, shape.tiles));
-  if (launch) {
-    launches->then([&] { return make_plan(visibility, shape, problem.batch, memory, &plan, stream); }).then([&] {
-      return find_full_tiles(visibility, plans, full_memory, &plan, stream);
+  shape_ = plan_shape(visibility, problem.batch, problem.heads, 0);
+  plan_memory_ = arena->take<std::byte>(plan_bytes(shape_, problem.batch) - staging_size(problem));
+  plan = plan_at(shape_, problem.batch, plan_memory_);
+}
+
+void PreparedVisibility::write(const AttentionProblem& problem, void* staging, Launches* launches,
+                               cudaStream_t stream) {
+  if (needs_packing(problem)) {
+    launches->then([&] {
+      return pack_mask(problem.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
-  } else {
-    // What sizes of scratch memory depend on.
-    plan.head_divisor = shape.head_divisor;
-    plan.chunk_count = shape.chunk_count;
-    plan.capacity = shape.capacity;
   }
+  launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, &plan, stream, staging); });
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -3,8 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+#include <cstdint>
+
 #include "api/problem.h"
 #include "cuda/plan/device_plan.h"
+#include "cuda/plan/make_plan.h"
 #include "cuda/plan/visibility.h"
 #include "flash_dmattn/status.h"
 #include "plan/arena.h"
@@ -31,6 +35,8 @@ class Launches {
 
 // Whether this backend takes the problem, on the current device.
 Status check_problem(const AttentionProblem& problem);
+// Its part that plans need, which asks no device.
+Status check_lengths(const AttentionProblem& problem);
 
 // Whether a plan is needed: the causal rule and lengths alone are arithmetic.
 bool is_planned(const AttentionProblem& problem);
@@ -43,10 +49,24 @@ struct PreparedVisibility {
   Visibility visibility;
   DevicePlan plan;
   bool planned = false;
+  bool given = false;  // made before the call
 
+  // What the call needs. A plan that the problem brings along stays where it is, and nothing is launched.
   void prepare(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream);
   // The plan, also of a problem that is computed without one.
   void make(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream);
+
+  // The two parts of `make`. What is placed is all that is read later: packed words and units, chunks, keys, units and
+  // full units of tiles, one array after another. Where they lie follows from shapes and strides
+  // (python/flash_dmattn/_library.py counts their bytes, too).
+  void place(const AttentionProblem& problem, Arena* arena);
+  // `staging` holds staging_size bytes, aligned to 64.
+  void write(const AttentionProblem& problem, void* staging, Launches* launches, cudaStream_t stream);
+  std::size_t staging_size(const AttentionProblem& problem) const { return staging_bytes(shape_, problem.batch); }
+
+ private:
+  PlanShape shape_;
+  void *packed_memory_ = nullptr, *plan_memory_ = nullptr;
 };
 
 }  // namespace flash_dmattn::internal::cuda

@@ -111,6 +111,8 @@ void require_sound(const Status& status, const AttentionProblem& p) {
   require(!__builtin_mul_overflow(p.batch * p.heads, p.rows * p.keys, &scores));
   if (p.mask.defined()) require_sound(p.mask, p);
   if (p.bias.defined()) require_sound(p.bias, p);
+  require(p.plan != nullptr || p.plan_bytes == 0);
+  require(reinterpret_cast<std::uintptr_t>(p.plan) % 64 == 0);
 }
 
 }  // namespace
@@ -142,6 +144,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   inputs.mask = broadcast_view(decisions, DType::kBool, s);
   inputs.bias = broadcast_view(decisions, bias_dtype, s);
   inputs.seqlens_k = maybe(decisions, view(decisions, DType::kInt32, 1, {s.batch}));
+  if (decisions.rarely()) {
+    inputs.plan = {reinterpret_cast<void*>(std::uintptr_t{decisions.byte()}), decisions.byte()};
+  }
   AttentionOptions options;
   if (decisions.byte() % 2) options.scale = decisions.rarely() ? decisions.raw<double>() : 0.5;
   options.softcap = decisions.rarely() ? decisions.raw<double>() : 0.0;

@@ -1,5 +1,5 @@
-// Plans written out, and the intervals of dense masks, against the rules written out score by score. That a report
-// tells what a call then does is tested with the calls (attention_test.cpp, selection_test.cpp).
+// Plans written out, plans that are kept, and the intervals of dense masks, against the rules written out score by
+// score. That a report tells what a call then does is tested with the calls (attention_test.cpp, selection_test.cpp).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention_testing.h"
+#include "flash_dmattn/info.h"
 #include "flash_dmattn/plan.h"
 
 namespace flash_dmattn {
@@ -92,6 +93,102 @@ TEST(Plans, ReportTheFloat64PathAsItIs) {
   ASSERT_TRUE(plan_report(call.inputs(), call.options, &report).ok());
   testing::expect_same_counters(report.counters, counted);
   EXPECT_EQ(report.backend, "cpu/float64");
+}
+
+// ---- Plans that outlive a call. What is in them is tested where there is a GPU.
+
+// Sizes of 3 batch elements, 8 query heads and 2 key heads, or fewer; no element is ever read.
+struct PlannedInputs : AttentionInputs {
+  explicit PlannedInputs(std::int64_t batch = 3, std::int64_t heads = 8, std::int64_t key_heads = 2,
+                         std::int64_t rows = 1500, std::int64_t keys = 1700) {
+    query = contiguous_view(kMemory, DType::kBFloat16, batch, rows, heads, 64);
+    key = contiguous_view(kMemory, DType::kBFloat16, batch, keys, key_heads, 64);
+  }
+
+  alignas(64) static inline const std::byte kMemory[64] = {};
+};
+
+TEST(AttentionPlans, AreOfNoUseOnTheCpu) {
+  PlannedInputs inputs;
+  inputs.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 1700);
+  std::size_t bytes = 1, workspace = 1;
+  EXPECT_EQ(attention_plan_bytes(inputs, {}, {}, &bytes).message(), "ok");
+  EXPECT_EQ(attention_plan_workspace(inputs, {}, {}, &workspace).message(), "ok");
+  EXPECT_EQ(bytes, 0u);
+  EXPECT_EQ(workspace, 0u);
+  EXPECT_EQ(make_attention_plan(inputs, {}, nullptr, 0, nullptr, 0, {}).message(), "ok");
+  EXPECT_EQ(argument_of(attention_plan_bytes({}, {}, {}, &bytes)), "query");
+  EXPECT_EQ(argument_of(make_attention_plan({}, {}, nullptr, 0, nullptr, 0, {})), "query");
+
+  // One that is given all the same changes nothing.
+  Call call(kVariants[3], DType::kFloat32), planned = call;
+  call.run();
+  AttentionInputs with_plan = planned.inputs();
+  with_plan.plan = {inputs.kMemory, sizeof inputs.kMemory};
+  ASSERT_EQ(attention_forward(with_plan, planned.options, planned.outputs()).message(), "ok");
+  ASSERT_EQ(attention_backward(with_plan, planned.cotangents(), planned.options, planned.gradients()).message(), "ok");
+  testing::expect_same_bytes(call, planned);
+}
+
+std::size_t cuda_plan_bytes(const AttentionInputs& inputs) {
+  std::size_t bytes = 0;
+  EXPECT_EQ(attention_plan_bytes(inputs, {}, {.device = Device::cuda(nullptr)}, &bytes).message(), "ok");
+  return bytes;
+}
+
+TEST(AttentionPlans, HaveASizeWithoutAGpu) {
+  PlannedInputs inputs;
+  inputs.mask = contiguous_view(inputs.kMemory, DType::kBool, 1, 2, 1500, 1700);
+  const AttentionContext context = {.device = Device::cuda(nullptr)};
+  if (cuda_info().toolkit == 0) {
+    std::size_t bytes = 0;
+    EXPECT_EQ(argument_of(attention_plan_bytes(inputs, {}, context, &bytes)), "device");
+    GTEST_SKIP() << "built without CUDA";
+  }
+  EXPECT_EQ(cuda_plan_bytes(PlannedInputs()), 0u) << "the causal rule and lengths are arithmetic";
+  // Two chunks of rows for each of two heads: bits and units of 64 rows for every key; then keys and tiles of lists.
+  const std::size_t chunks = 4, packed = chunks * 1700 * (128 + 2), lists = chunks * (8 + 1792 * 4 + 2 * 28 * 2);
+  EXPECT_NEAR(static_cast<double>(cuda_plan_bytes(inputs)), static_cast<double>(packed + lists), 6 * 64);
+  EXPECT_EQ(cuda_plan_bytes(inputs) % 64, 0u);
+
+  PlannedInputs smallest(1, 2, 2);
+  smallest.mask = inputs.mask;
+  EXPECT_EQ(cuda_plan_bytes(smallest), cuda_plan_bytes(inputs)) << "more heads and batch elements share it";
+  inputs.seqlens_k = contiguous_view(inputs.kMemory, DType::kInt32, 3);
+  EXPECT_EQ(cuda_plan_bytes(inputs), cuda_plan_bytes(smallest) + 2 * lists) << "but not with lengths of their own";
+
+  PlannedInputs none(3, 8, 2, 1500, 0);
+  none.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 0);
+  EXPECT_EQ(cuda_plan_bytes(none), 0u);
+}
+
+TEST(AttentionPlans, OfAnotherSizeAreRefused) {
+  if (cuda_info().toolkit == 0) GTEST_SKIP() << "built without CUDA";
+  PlannedInputs inputs;
+  inputs.value = inputs.key;
+  inputs.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 1700);
+  const AttentionContext context = {.device = Device::cuda(nullptr)};
+  const std::size_t bytes = cuda_plan_bytes(inputs);
+  for (const std::size_t wrong : {bytes - 1, bytes + 64}) {
+    inputs.plan = {inputs.kMemory, wrong};
+    std::size_t workspace = 0;
+    EXPECT_EQ(attention_forward_workspace(inputs, {}, context, &workspace).message(),
+              "plan must have the " + std::to_string(bytes) + " bytes of a plan for this call; got plan of " +
+                  std::to_string(wrong) + " bytes");
+  }
+  auto* memory = const_cast<std::byte*>(inputs.kMemory);
+  EXPECT_EQ(argument_of(make_attention_plan(inputs, {}, memory, bytes - 1, nullptr, 0, context)), "plan");
+  EXPECT_EQ(argument_of(make_attention_plan(inputs, {}, memory + 1, bytes, nullptr, 0, context)), "plan");
+  EXPECT_EQ(argument_of(make_attention_plan(inputs, {}, nullptr, bytes, nullptr, 0, context)), "plan");
+
+  // Long lists are put in order in scratch memory.
+  PlannedInputs longer(1, 1, 1, 1500, 30000);
+  longer.mask = contiguous_view(inputs.kMemory, DType::kBool, 1, 30000);
+  std::size_t workspace = 0;
+  ASSERT_TRUE(attention_plan_workspace(longer, {}, context, &workspace).ok());
+  EXPECT_EQ(workspace, 2u * 7552 * 8);
+  EXPECT_EQ(argument_of(make_attention_plan(longer, {}, memory, cuda_plan_bytes(longer), memory, 64, context)),
+            "workspace");
 }
 
 // ---- Intervals of dense masks

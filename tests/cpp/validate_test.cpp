@@ -112,6 +112,18 @@ TEST(Validate, ReadsEveryBroadcastForm) {
   }
 }
 
+TEST(Validate, TakesAPlanAsItIs) {
+  Call call;
+  ASSERT_EQ(call.forward().message(), "ok");
+  EXPECT_EQ(call.forward_problem.plan, nullptr);
+  call.inputs.plan = {reinterpret_cast<void*>(std::uintptr_t{4096}), 128};
+  ASSERT_EQ(call.forward().message(), "ok");
+  ASSERT_EQ(call.backward().message(), "ok");
+  EXPECT_EQ(call.forward_problem.plan, call.inputs.plan.data);
+  EXPECT_EQ(call.forward_problem.plan_bytes, 128u);
+  EXPECT_EQ(call.backward_problem.plan, call.inputs.plan.data);
+}
+
 TEST(Validate, OptionalTensorsMayBeMissing) {
   Call call;
   call.inputs.mask = call.inputs.bias = call.inputs.seqlens_k = call.cotangents.dlse = {};
@@ -251,6 +263,9 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.gradients.dkey = c.gradients.dquery; }},
     {"dvalue must be contiguous; got dvalue (2, 24, 2, 64) with strides (3072, 64, 1536, 1)",
      [](Call& c) { c.gradients.dvalue.strides = {3072, 64, 1536, 1}; }},
+    {"plan must have data; got 64 bytes at a null pointer", [](Call& c) { c.inputs.plan = {nullptr, 64}; }},
+    {"plan must be aligned to 64 bytes; got plan unaligned",
+     [](Call& c) { c.inputs.plan = {reinterpret_cast<void*>(std::uintptr_t{4096 + 32}), 64}; }},
     {"dbias needs a bias; got dbias (1, 8, 16, 1), no bias", [](Call& c) { c.inputs.bias = {}; }},
     {"dbias must have the shape of the bias = (1, 8, 16, 1); got dbias (2, 8, 16, 24)",
      [](Call& c) { c.gradients.dbias = tensor(DType::kBFloat16, 2, 8, 16, 24); }},

@@ -21,7 +21,7 @@ namespace {
 struct ExpectedChunk {
   ChunkKeys keys = {0, -1};
   std::vector<std::int32_t> list;
-  std::vector<std::uint16_t> tile_units;
+  std::vector<std::uint16_t> tile_units, tile_full;
   std::int64_t kept = 0, computed = 0, visited = 0, full = 0;
 };
 
@@ -49,6 +49,7 @@ ExpectedChunk expected_chunk(Problem& problem, const PlanShape& shape, std::int6
   }
   ExpectedChunk expected;
   expected.tile_units.resize(static_cast<std::size_t>(shape.tiles));
+  expected.tile_full.resize(static_cast<std::size_t>(shape.tiles));
   if (listed.empty()) return expected;
   const std::int64_t count = static_cast<std::int64_t>(listed.size()), span = listed.back() - listed.front() + 1;
   const bool restricted = problem.begin.defined() || problem.key_mask.defined() || problem.mask.defined();
@@ -83,7 +84,9 @@ ExpectedChunk expected_chunk(Problem& problem, const PlanShape& shape, std::int6
       expected.kept += scores;
       expected.computed += rows * kListTile;
       expected.visited += 1;
-      expected.full += scores == rows * kListTile;
+      if (scores != rows * kListTile) continue;
+      expected.full += 1;
+      expected.tile_full[tile] |= static_cast<std::uint16_t>(1u << unit);
     }
   }
   if (expected.keys.first < 0) expected.list = std::move(listed);
@@ -91,12 +94,19 @@ ExpectedChunk expected_chunk(Problem& problem, const PlanShape& shape, std::int6
 }
 
 // The plan's chunk of (b, h) equals what it must be.
-void expect_chunk(const DevicePlan& plan, const ExpectedChunk& expected, std::int64_t b, std::int64_t h, int chunk) {
+void expect_chunk(const DevicePlan& plan, const ExpectedChunk& expected, std::int64_t rows, std::int64_t b,
+                  std::int64_t h, int chunk) {
   const std::int64_t entry = plan.first_chunk(b, h) + chunk;
   const ChunkKeys keys = to_host(plan.chunks + entry, 1)[0];
   ASSERT_EQ(keys.count, expected.keys.count);
   ASSERT_EQ(keys.first, expected.keys.first);
   ASSERT_EQ(to_host(plan.tile_units + entry * plan.tiles, plan.tiles), expected.tile_units);
+  // Units without rows may be named or not.
+  const std::int64_t units =
+      std::min<std::int64_t>((rows - chunk * kChunkRows + kUnitRows - 1) / kUnitRows, kChunkUnits);
+  auto full = to_host(plan.tile_full + entry * plan.tiles, plan.tiles);
+  for (std::uint16_t& tile : full) tile &= static_cast<std::uint16_t>((1u << units) - 1);
+  ASSERT_EQ(full, expected.tile_full);
   if (keys.first >= 0) return;
   constexpr std::size_t kPair = 2 * kListTile;
   std::vector<std::int32_t> list = expected.list;
@@ -124,7 +134,7 @@ void expect_plan(Problem& problem) {
       for (int chunk = 0; chunk < plan.chunk_count; ++chunk) {
         SCOPED_TRACE("batch " + std::to_string(b) + " head " + std::to_string(h) + " chunk " + std::to_string(chunk));
         const ExpectedChunk expected = expected_chunk(problem, shape, b, h, chunk);
-        expect_chunk(plan, expected, b, h, chunk);
+        expect_chunk(plan, expected, problem.sizes.rows, b, h, chunk);
         if (testing::Test::HasFatalFailure()) return;
         sums.kept_scores += expected.kept;
         sums.computed_scores += expected.computed;
@@ -166,18 +176,22 @@ void expect_packed_mask(Rng& rng, const Sizes& sizes, std::array<int, 4> form, L
       for (std::int64_t key = 0; key < sizes.keys; ++key) {
         for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
           const auto entry = static_cast<std::size_t>(packed.offset(b, h, chunk, key));
-          unsigned seen = 0;
+          unsigned seen = 0, hidden = 0;
           for (std::int64_t w = 0; w < kChunkWords; ++w) {
             std::uint32_t word = 0;
             for (std::int64_t r = 0; r < kWordRows; ++r) {
               const std::int64_t row = chunk * kChunkRows + w * kWordRows + r;
-              if (row < sizes.rows && mask.at(b, h, row, key) != 0) word |= 1u << r;
+              if (row >= sizes.rows) break;
+              const bool shown = mask.at(b, h, row, key) != 0;
+              word |= unsigned{shown} << r;
+              hidden |= unsigned{!shown} << (w * kWordRows / kUnitRows);
             }
             if (word != 0) seen |= 1u << (w * kWordRows / kUnitRows);
             ASSERT_EQ(words[entry * kChunkWords + static_cast<std::size_t>(w)], word)
                 << "batch " << b << " head " << h << " key " << key << " word " << w << " of chunk " << chunk;
           }
-          ASSERT_EQ(units[entry], seen) << "batch " << b << " head " << h << " key " << key << " chunk " << chunk;
+          ASSERT_EQ(units[entry], seen | (~hidden & kAnyUnit) << kChunkUnits)
+              << "batch " << b << " head " << h << " key " << key << " chunk " << chunk;
         }
       }
     }
@@ -362,7 +376,7 @@ TEST(MakePlan, GraphsCaptureIt) {
   }
   for (int h = 0; h < 2; ++h) {
     for (int chunk = 0; chunk < plan.chunk_count; ++chunk) {
-      expect_chunk(plan, expected_chunk(problem, shape, 0, h, chunk), 0, h, chunk);
+      expect_chunk(plan, expected_chunk(problem, shape, 0, h, chunk), problem.sizes.rows, 0, h, chunk);
     }
   }
   cudaGraphExecDestroy(executable);

@@ -5,6 +5,9 @@ Inputs are made and results are judged on the CPU, so that the GPU runs nothing 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -72,3 +75,13 @@ def test_selection(keys: int, scores: torch.dtype) -> None:
         values = torch.randn(1, 2, keys).to(scores)
     got, expected = select_keys(to_device(values), 33), select_keys(values, 33)
     assert torch.equal(got.begin.cpu(), expected.begin) and torch.equal(got.end.cpu(), expected.end)
+
+
+@pytest.mark.timeout(600)
+def test_narrow_tiles() -> None:
+    """The same on what GPUs with less shared memory run."""
+    environment = {**os.environ, "FLASH_DMATTN_ARCH": "sm_86", "FLASH_DMATTN_LOG": "1"}
+    arguments = [__file__, "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "test_attention or test_masks"]
+    result = subprocess.run([sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "cuda/portable, narrow tiles" in result.stderr

@@ -195,7 +195,7 @@ def test_tensors_on_different_devices_are_refused() -> None:
         select_keys(torch.zeros(1, 1, 3), 2, key_mask=mask[None])
     operator = torch.ops.flash_dmattn.attention_forward.default
     with pytest.raises(ValueError, match=r"value must be on the device of query; got value on cpu, query on cuda:0"):
-        operator(query, query, query.cpu(), None, None, None, None, None, None, 0.0, False, False)
+        operator(query, query, query.cpu(), *(None,) * 7, 0.0, False, False)
 
 
 def test_which_gpus_have_kernels() -> None:

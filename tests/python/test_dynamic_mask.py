@@ -268,9 +268,9 @@ def test_operator_wants_both_bounds() -> None:
     query, begin = torch.zeros(1, 3, 2, 8), torch.zeros(1, 1, 3, dtype=torch.int32)
     for bounds in ((begin, None), (None, begin)):
         with pytest.raises(ValueError, match=r"intervals\.(begin|end) must be given"):
-            FORWARD(query, query, query, None, None, None, *bounds, None, 0.0, False, False)
+            FORWARD(query, query, query, None, None, None, *bounds, None, None, 0.0, False, False)
     with pytest.raises(ValueError, match=r"intervals\.end must be int32; got intervals\.end int64"):
-        FORWARD(query, query, query, None, None, None, begin, begin.long(), None, 0.0, False, False)
+        FORWARD(query, query, query, None, None, None, begin, begin.long(), None, None, 0.0, False, False)
 
 
 # ---- With the rest of PyTorch
@@ -281,7 +281,7 @@ def test_opcheck_with_intervals(with_mask: bool) -> None:
     case = make_case(rows=5, keys=7, head_dim=4, dtype=precise_dtype(), bias=(2, 2, 7))
     intervals = select_keys(case.bias, 3, seqlen_q=5)
     mask = torch.rand(2, 1, 5, 7) < 0.7 if with_mask else None
-    tensors = (case.query, case.key, case.value, mask, case.bias, None, intervals.begin, intervals.end)
+    tensors = (case.query, case.key, case.value, mask, case.bias, None, intervals.begin, intervals.end, None)
     options = (None, 0.0, True, False)
     leaves = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     tolerance = {} if case.query.dtype == torch.float64 else {"atol": 3e-2, "rtol": 3e-2}

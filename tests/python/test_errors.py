@@ -204,8 +204,12 @@ BACKWARD_ERRORS = {
     "dout scalar": (0, torch.zeros(()), "dout must have 1 to 4 dimensions"),
     "dlse shape": (1, torch.zeros(2, 4, 4), "dlse must have the shape (B, H, Sq) = (2, 4, 3); got dlse (2, 4, 4)"),
     "dlse dtype": (1, torch.zeros(2, 4, 3).double(), "dlse must be float32; got dlse float64"),
-    "out shape": (10, torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
-    "lse shape": (11, torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
+    "plan dtype": (10, torch.zeros(64), "plan must be contiguous uint8 with 1 dimension; got plan float32 with 1"),
+    "plan rank": (10, torch.zeros(8, 8).byte(), "with 1 dimension; got plan uint8 with 2 dimensions"),
+    "plan stride": (10, torch.zeros(128).byte()[::2], "plan must be contiguous uint8 with 1 dimension"),
+    "plan alignment": (10, torch.zeros(65).byte()[1:], "plan must be aligned to 64 bytes; got plan unaligned"),
+    "out shape": (11, torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
+    "lse shape": (12, torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
     "key shape": (3, torch.zeros(2, 5, 2, 4), "key must have query's head dim"),
 }
 
@@ -214,8 +218,8 @@ BACKWARD_ERRORS = {
 def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, message: str) -> None:
     query, key, value = inputs().values()
     options = (None, 0.0, False, False)
-    out, lse = FORWARD(query, key, value, *(None,) * 5, *options)
-    arguments = [torch.zeros_like(out), None, query, key, value, *(None,) * 5, out, lse, *options]
+    out, lse = FORWARD(query, key, value, *(None,) * 6, *options)
+    arguments = [torch.zeros_like(out), None, query, key, value, *(None,) * 6, out, lse, *options]
     arguments[position] = tensor
     with pytest.raises(ValueError, match=re.escape(message)):
         BACKWARD(*arguments, True, True, True, False)
@@ -226,7 +230,7 @@ def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, m
 def test_none_for_a_tensor_in_a_direct_call(name: str, device: str) -> None:
     tensors = [None if other == name else tensor.to(device) for other, tensor in inputs().items()]
     with pytest.raises((TypeError, ValueError), match=f"{name} must be a"):
-        FORWARD(*tensors, *(None,) * 6, 0.0, False, False)
+        FORWARD(*tensors, *(None,) * 7, 0.0, False, False)
 
 
 # ---- Garbage never crashes the process
@@ -315,20 +319,26 @@ SOUND_BACKWARD = (
     SOUND
     | NEEDS
     | {
+        "interval_begin": st.none(),
+        "interval_end": st.none(),
+        "plan": st.one_of(st.none(), right((64,), torch.uint8)),  # the CPU has no use for one
         "dout": right((2, 3, 4, 8)),
         "dlse": st.one_of(st.none(), right((2, 4, 3))),
         "out": right((2, 3, 4, 8)),
         "lse": right((2, 4, 3)),
     }
 )
-GARBAGE_BACKWARD = GARBAGE | {name: tensors() for name in ("dout", "dlse", "out", "lse")}
+GARBAGE_BACKWARD = GARBAGE | {
+    name: tensors() for name in ("interval_begin", "interval_end", "plan", "dout", "dlse", "out", "lse")
+}
 
 
 @given(mostly_sound(SOUND_BACKWARD, GARBAGE_BACKWARD))
 def test_garbage_to_the_backward_operator(arguments: dict) -> None:
     try:
         gradients = BACKWARD(**arguments)
-    except (ValueError, TypeError, RuntimeError):
+    except (ValueError, TypeError, RuntimeError) as error:
+        assert "missing value for argument" not in str(error)
         event("refused")
         return
     event("accepted")

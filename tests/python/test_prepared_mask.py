@@ -15,6 +15,7 @@ from compare import assert_case_close
 from flash_dmattn import (
     KeyIntervals,
     PreparedMask,
+    _library,
     attention,
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -223,7 +224,7 @@ def test_compiled_code_refuses_other_shapes() -> None:
 
 def test_vmaps() -> None:
     masks = torch.stack([top_mask(), top_mask()])  # mapped: (2, B, heads, Sq, Sk)
-    prepared = prepare_mask(masks.flatten(0, 1))
+    prepared = dataclasses.replace(prepare_mask(masks.flatten(0, 1)), plan=None)  # one of all masks suits none of them
     assert prepared.kind == "intervals"
     begin, end = (bound.view(2, 2, 2, KEYS) for bound in (prepared.intervals.begin, prepared.intervals.end))
     mapped = pytree.tree_unflatten([begin, end], pytree.tree_structure(prepared))
@@ -257,6 +258,90 @@ def test_is_frozen_copies_and_moves(kind: str) -> None:
         assert repr(other) == repr(prepared)
         assert torch.equal(other.dense_mask(ROWS), prepared.dense_mask(ROWS))
     assert (prepared.mask is not None and prepared.mask.data_ptr() == mask.data_ptr()) == (kind != "intervals")
+
+
+@pytest.fixture
+def recorded_plans(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """The plans that forwards and backwards are called with."""
+    plans = []
+
+    def record(operator: Callable, position: int) -> Callable:
+        def call(*arguments: object) -> tuple[Tensor, ...]:
+            plans.append(arguments[position])
+            return operator(*arguments)
+
+        return call
+
+    monkeypatch.setattr(_library, "_forward_op", record(_library._forward_op, 8))
+    monkeypatch.setattr(_library, "_backward_op", record(_library._backward_op, 10))
+    return plans
+
+
+PLANNED_CALLS = {
+    "the same": (False, {}, True),
+    "causal": (True, {"is_causal": True}, True),
+    "another causal rule": (False, {"is_causal": True}, False),
+    "lengths": (False, {"seqlens_k": torch.tensor([KEYS, 20], dtype=torch.int32)}, False),
+}
+
+
+@pytest.mark.devices("cpu")  # which carries a plan along and never looks at it
+@pytest.mark.parametrize("kind", ["intervals", "keys", "mask"])
+@pytest.mark.parametrize(("is_causal", "options", "used"), PLANNED_CALLS.values(), ids=PLANNED_CALLS.keys())
+def test_which_calls_use_its_plan(
+    kind: str, is_causal: bool, options: dict, used: bool, recorded_plans: list[Tensor | None]
+) -> None:
+    made = {"intervals": top_mask, "keys": lambda: random_mask(2, 1, KEYS), "mask": lambda: random_mask(2, 2, 33, 47)}
+    prepared = prepare_mask(made[kind](), ROWS, is_causal=is_causal)
+    assert prepared.plan is None
+    plan = torch.zeros(128, dtype=torch.uint8)
+    prepared = dataclasses.replace(prepared, plan=plan)
+    run_library(dataclasses.replace(make_case(**options), mask=prepared))
+    assert len(recorded_plans) == 2
+    assert all((other is not None and other.data_ptr() == plan.data_ptr()) == used for other in recorded_plans)
+
+
+@pytest.mark.devices("cpu")
+def test_its_plan_is_a_leaf_but_not_saved() -> None:
+    without = prepare_mask(random_mask(2, 2, ROWS, KEYS))
+    plan = torch.zeros(128, dtype=torch.uint8)
+    prepared = dataclasses.replace(without, plan=plan)
+    assert prepared.nbytes == without.nbytes + 128 and "the bool mask itself and a plan, " in repr(prepared)
+    leaves, tree = pytree.tree_flatten(prepared)
+    assert [leaf.data_ptr() for leaf in leaves] == [prepared.mask.data_ptr(), plan.data_ptr()]
+    assert pytree.tree_unflatten(leaves, tree).plan is plan
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(prepared)[0]]
+    assert paths == [".mask", ".plan"]
+    assert prepared.to("cpu").plan is plan and prepared.to("meta").plan is None
+    # What is loaded elsewhere, or later, plans anew: no plan on the CPU.
+    for other in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert other.plan is None and torch.equal(other.mask, prepared.mask)
+
+
+@pytest.mark.devices("cpu")
+def test_compiles_and_vmaps_with_its_plan() -> None:
+    torch._dynamo.reset()
+    prepared = dataclasses.replace(
+        prepare_mask(random_mask(1, 2, ROWS, KEYS)), plan=torch.zeros(128, dtype=torch.uint8)
+    )
+    case = make_case()
+
+    def loss(query: Tensor, mask: PreparedMask) -> Tensor:
+        return attention(query, case.key, case.value, mask=mask).square().sum()
+
+    def gradient(query: Tensor, mask: PreparedMask | Tensor) -> Tensor:
+        query = query.detach().requires_grad_()
+        return torch.autograd.grad(loss(query, mask), query)[0]
+
+    expected = gradient(case.query, prepared.mask)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    query = case.query.detach().requires_grad_()
+    assert_near(torch.autograd.grad(compiled(query, prepared), query)[0], expected)
+    assert_near(torch.func.grad(loss)(case.query, prepared), expected)
+    queries = torch.stack([case.query, -case.query])
+    mapped = torch.vmap(torch.func.grad(loss), (0, None))(queries, prepared)
+    assert_near(mapped, torch.stack([gradient(one, prepared.mask) for one in queries]))
+    torch._dynamo.reset()
 
 
 @pytest.mark.devices("cpu")

@@ -16,6 +16,7 @@ from torch.library import opcheck
 
 FORWARD = torch.ops.flash_dmattn.attention_forward.default
 BACKWARD = torch.ops.flash_dmattn.attention_backward.default
+PLAN = torch.ops.flash_dmattn.attention_plan.default
 
 pytestmark = pytest.mark.devices("cpu", "cuda")
 FORMS = [  # shapes of a mask or bias for B 2, H 4, Hkv 2, Sq 5, Sk 7
@@ -48,7 +49,7 @@ def call(case: Case, **others: object) -> tuple[Tensor, Tensor]:
 def forward_arguments(case: Case) -> tuple[object, ...]:
     options = case.options
     return (
-        *(case.query, case.key, case.value, case.mask, case.bias, options.get("seqlens_k"), None, None),
+        *(case.query, case.key, case.value, case.mask, case.bias, options.get("seqlens_k"), None, None, None),
         *(options.get("scale"), options.get("softcap", 0.0), options.get("is_causal", False), False),
     )
 
@@ -89,6 +90,48 @@ def test_opcheck_backward(needs: tuple[bool, ...], with_dlse: bool) -> None:
     # Not test_aot_dispatch_dynamic, which differentiates: a second derivative is refused.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(BACKWARD, backward_arguments(case, *needs), test_utils=utils)
+
+
+def planned_arguments(case: Case) -> tuple[object, ...]:
+    """What attention_plan takes."""
+    options = case.options
+    return case.query, case.key, case.mask, options.get("seqlens_k"), None, None, options.get("is_causal", False)
+
+
+PLANNED_CASES = {
+    "mask": {"mask": (2, 2, 5, 7)},
+    "per_key": {"mask": (1, 1, 7), "is_causal": True},
+    "lengths": {"mask": (1, 4, 5, 7), "seqlens_k": torch.tensor([7, 3], dtype=torch.int32)},
+    "nothing": {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("options", PLANNED_CASES.values(), ids=PLANNED_CASES.keys())
+def test_opcheck_with_a_plan(options: dict) -> None:
+    case = small_case(bias=(2, 2, 7), **options)
+    # Not what compares its bytes: those between the end of a list and its room are never written.
+    opcheck(PLAN, planned_arguments(case), test_utils=("test_schema", "test_faketensor"))
+    plan = PLAN(*planned_arguments(case))
+    assert plan.dtype == torch.uint8 and (plan.numel() > 0) == (plan.is_cuda and case.mask is not None)
+    forward, backward = (list(f(case)) for f in (forward_arguments, lambda case: backward_arguments(case, *[True] * 4)))
+    forward[8] = backward[10] = plan
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(BACKWARD, tuple(backward), test_utils=utils)
+    leaves_of(case)
+    tolerance = {} if case.query.dtype == torch.float64 else {"atol": 3e-2, "rtol": 3e-2}
+    opcheck(FORWARD, tuple(forward), **tolerance)
+
+
+@pytest.mark.parametrize(("position", "rank"), [(0, 3), (1, 3), (2, 1)])
+def test_plans_of_wrong_shapes_are_refused(position: int, rank: int) -> None:
+    case = small_case(mask=(5, 7))
+    arguments = list(planned_arguments(case))
+    name = ("query", "key", "mask")[position]
+    arguments[position] = arguments[position].new_ones((2,) * rank)
+    for device in (arguments[0].device, "meta"):
+        moved = [argument.to(device) if torch.is_tensor(argument) else argument for argument in arguments]
+        with pytest.raises(ValueError, match=f"{name} must have .*4 dimensions; got {name}"):
+            PLAN(*moved)
 
 
 def test_gradients_not_asked_for_are_not_computed() -> None:
@@ -288,7 +331,7 @@ def recorded_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     flags = []
 
     def record(*arguments: object) -> tuple[Tensor, Tensor]:
-        flags.append(arguments[11])
+        flags.append(arguments[12])
         return FORWARD(*arguments)
 
     monkeypatch.setattr(_library, "_forward_op", record)

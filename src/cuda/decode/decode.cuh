@@ -132,25 +132,6 @@ struct DecodeWarp {
     }
   }
 
-  // sums += probabilities values
-  __device__ void multiply_values(Tile values) {
-    const std::uint32_t value_lane = values.lane_address(row_major_lane_row(lane), row_major_lane_half(lane));
-#pragma unroll
-    for (int depth = 0; depth < kTileKeys / 16; ++depth) {
-      const float(&left)[4] = scores[0][2 * depth];
-      const float(&right)[4] = scores[0][2 * depth + 1];
-      const std::uint32_t a[4] = {pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
-                                  pack<Element>(right[0], right[1]), pack<Element>(right[2], right[3])};
-#pragma unroll
-      for (int pair = 0; pair < kDimTiles / 2; ++pair) {
-        std::uint32_t b[4];
-        load_matrices_transposed(b, Tile::column_block(value_lane, pair) + depth * 16 * Tile::kRowBytes);
-        multiply<Element>(sums[0][2 * pair], a, b[0], b[1]);
-        multiply<Element>(sums[0][2 * pair + 1], a, b[2], b[3]);
-      }
-    }
-  }
-
   // The biases of the lane's scores in a tile; places without a key get the bias of the split's first.
   __device__ void load_biases(float (&biases)[kKeyTiles][4], ListedKey keys) const {
     const BroadcastView& bias = params.bias;
@@ -266,7 +247,7 @@ struct DecodeWarp {
       softmax();
       wait_copies<3>();
       __syncwarp();
-      multiply_values(value_tile(stage));
+      multiply_sums<Element>(sums, scores, value_tile(stage), 0);
       __syncwarp();
       load_values(stage, ahead);
       now = next;

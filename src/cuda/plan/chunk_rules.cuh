@@ -16,7 +16,7 @@ struct ChunkRules {
   bool is_causal;
   const std::int32_t *begin, *end;  // null: no intervals
   const std::uint8_t* key_mask;     // null: none
-  const std::uint16_t* packed;      // units that the packed mask shows; null: none
+  const std::uint32_t* packed;      // PackedMask::units of the chunk; null: none
   std::int64_t begin_stride, end_stride, key_mask_stride, packed_stride;
 };
 
@@ -47,8 +47,9 @@ __device__ inline ChunkRules chunk_rules(const Visibility& visibility, std::int3
   return rules;
 }
 
-// units[k]: bit u is set if unit u of the chunk may see keys[k], as visible_units says; all loads are under way before
-// the first is used. Keys outside [0, limit) are seen by no unit.
+// units[k]: bit u is set if unit u of the chunk may see keys[k], as visible_units says, and bit 16 + u if every row of
+// it does, those past the last aside; 0 if no unit may. All loads are under way before the first is used. Keys outside
+// [0, limit) are seen by no unit.
 template <int kCount>
 __device__ inline void units_of_keys(const ChunkRules& rules, const std::int32_t (&keys)[kCount],
                                      std::uint32_t (&units)[kCount]) {
@@ -84,7 +85,13 @@ __device__ inline void units_of_keys(const ChunkRules& rules, const std::int32_t
     if (keys[k] == safe[k] && first < past && shown[k] != 0) {
       const std::uint32_t first_unit = static_cast<std::uint32_t>(first - rules.first_row) / kUnitRows;
       const std::uint32_t last_unit = static_cast<std::uint32_t>(past - 1 - rules.first_row) / kUnitRows;
-      units[k] = ((2u << last_unit) - (1u << first_unit)) & packed[k];
+      const std::uint32_t some = ((2u << last_unit) - (1u << first_unit)) & packed[k];
+      // Units that begin no sooner than the first row and end no later than the last one, or where the chunk's rows do.
+      const std::uint32_t first_full = static_cast<std::uint32_t>(first - rules.first_row + kUnitRows - 1) / kUnitRows;
+      const std::uint32_t past_full =
+          past == rules.end_row ? kChunkUnits : static_cast<std::uint32_t>(past - rules.first_row) / kUnitRows;
+      const std::uint32_t all = bit_range(static_cast<int>(first_full), static_cast<int>(past_full));
+      if ((some & kAnyUnit) != 0) units[k] = (some & kAnyUnit) | (all << kChunkUnits & packed[k]);
     }
   }
 }

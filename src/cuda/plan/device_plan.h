@@ -25,9 +25,8 @@ struct ChunkKeys {
 struct DevicePlan {
   const ChunkKeys* chunks = nullptr;   // (plan batches, plan heads, chunks)
   const std::int32_t* keys = nullptr;  // (plan batches, plan heads, chunks, capacity), -1 up to a multiple of 2 tiles
-  // (plan batches, plan heads, chunks, tiles): units that see the tile's keys
-  // (plan batches, plan heads, chunks, tiles), a bit a unit: those of which some row may see a key of the tile, and,
-  // once find_full_tiles has run, those of which every row sees all of its keys.
+  // (plan batches, plan heads, chunks, tiles), a bit a unit: those of which some row may see a key of the tile, and
+  // those of which every row sees all of its keys.
   const std::uint16_t* tile_units = nullptr;
   const std::uint16_t* tile_full = nullptr;
   std::int32_t chunk_count = 0;

@@ -21,22 +21,23 @@ constexpr int kBins = kChunkUnits + 1;
 // Lists of at most this many keys are put in order in shared memory, longer ones in global memory.
 constexpr std::int32_t kStagedKeys = 5120;
 
-// Listed keys by index and the units that see them; then the units of the ordered list.
+// Listed keys by index and what units_of_keys says of them; then that of the ordered list.
 struct Staging {
   std::int32_t* keys;
-  std::uint16_t* units;
-  std::uint16_t* ordered_units;
+  std::uint32_t* units;
+  std::uint32_t* ordered_units;
 };
+constexpr std::size_t kStagedBytes = kStagedKeys * (sizeof(std::int32_t) + 2 * sizeof(std::uint32_t));
 
 struct PlanArrays {
   ChunkKeys* chunks;
   std::int32_t* keys;
-  std::uint16_t* tile_units;
+  std::uint16_t *tile_units, *tile_full;
   Staging staging;  // of all chunks; null if capacity <= kStagedKeys
 };
 
 __device__ inline int bin_of(std::uint32_t units) {
-  return (units & 1) != 0 ? __clz(units) - (32 - kChunkUnits) : kLaterBin;
+  return (units & 1) != 0 ? __clz(units & kAnyUnit) - (32 - kChunkUnits) : kLaterBin;
 }
 
 // The sum of the values of this lane and those before it.
@@ -146,7 +147,7 @@ __device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, c
 #pragma unroll
     for (int k = 0; k < kListKeys; ++k) {
       const std::int32_t listed = base + k * 32 + lane;
-      if (listed < last) staging.units[listed] = static_cast<std::uint16_t>(units[k]);
+      if (listed < last) staging.units[listed] = units[k];
       const int bin = listed < last ? bin_of(units[k]) : kBins;
       const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
       if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
@@ -177,7 +178,7 @@ __device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, c
     __syncwarp();
     if (active) {
       ordered_keys[position] = staging.keys[listed];
-      staging.ordered_units[position] = static_cast<std::uint16_t>(units);
+      staging.ordered_units[position] = units;
     }
   }
   constexpr std::int32_t kPadding = 2 * kListTile;
@@ -188,27 +189,39 @@ __device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, c
   }
 }
 
-// tile_units of an ordered list of `count` keys; returns its tiles.
-__device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::uint16_t* ordered_units,
-                                                std::uint16_t* tile_units) {
+// What a chunk's tiles are found out to be.
+struct Tiles {
+  std::uint16_t *units, *full;
+
+  __device__ void write(std::int32_t tile, std::uint32_t any, std::uint32_t all) const {
+    units[tile] = static_cast<std::uint16_t>(any & kAnyUnit);
+    full[tile] = static_cast<std::uint16_t>(all >> kChunkUnits);
+  }
+};
+
+// Writes the tiles of an ordered list of `count` keys; returns how many.
+__device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::uint32_t* ordered_units,
+                                                const Tiles& tiles) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::int32_t used = (count - 1) / kListTile + 1;
   for (std::int32_t tile = warp; tile < used; tile += kPlanWarps) {
-    std::uint32_t units = 0;
+    std::uint32_t any = 0, all = ~0u;
 #pragma unroll
     for (int half = 0; half < kListTile / 32; ++half) {
       const std::int32_t position = tile * kListTile + half * 32 + lane;
-      if (position < count) units |= ordered_units[position];
+      const std::uint32_t units = position < count ? ordered_units[position] : 0;
+      any |= units, all &= units;
     }
-    units = __reduce_or_sync(kAllLanes, units);
-    if (lane == 0) tile_units[tile] = static_cast<std::uint16_t>(units);
+    any = __reduce_or_sync(kAllLanes, any);
+    all = __reduce_and_sync(kAllLanes, all);
+    if (lane == 0) tiles.write(tile, any, all);
   }
   return used;
 }
 
-// tile_units of the range of `count` keys from `first`; returns its tiles.
+// The same of the range of `count` keys from `first`.
 __device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::int32_t first, std::int32_t count,
-                                                 std::uint16_t* tile_units) {
+                                                 const Tiles& tiles) {
   constexpr int kTogether = 4, kHalves = kListTile / 32;  // tiles that a warp looks at together
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::int32_t used = (count - 1) / kListTile + 1;
@@ -222,11 +235,12 @@ __device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::i
     units_of_keys(rules, keys, units);
 #pragma unroll
     for (int t = 0; t < kTogether; ++t) {
-      std::uint32_t seen = 0;
+      std::uint32_t any = 0, all = ~0u;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) seen |= units[t * kHalves + half];
-      seen = __reduce_or_sync(kAllLanes, seen);
-      if (lane == 0 && base + t < used) tile_units[base + t] = static_cast<std::uint16_t>(seen);
+      for (int half = 0; half < kHalves; ++half) any |= units[t * kHalves + half], all &= units[t * kHalves + half];
+      any = __reduce_or_sync(kAllLanes, any);
+      all = __reduce_and_sync(kAllLanes, all);
+      if (lane == 0 && base + t < used) tiles.write(base + t, any, all);
     }
   }
   return used;
@@ -244,12 +258,11 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
   const std::int64_t entry = static_cast<std::int64_t>(plan) * shape.chunk_count + chunk;
   const ChunkRules rules = chunk_rules(visibility, static_cast<std::int32_t>(plan / plan_heads),
                                        (plan % plan_heads) * shape.head_divisor, chunk);
-  std::uint16_t* tile_units = arrays.tile_units + entry * shape.tiles;
+  const Tiles tiles = {arrays.tile_units + entry * shape.tiles, arrays.tile_full + entry * shape.tiles};
   Staging staging;
   if constexpr (kStaged) {
-    __shared__ std::int32_t s_keys[kStagedKeys];
-    __shared__ std::uint16_t s_units[2][kStagedKeys];
-    staging = {s_keys, s_units[0], s_units[1]};
+    extern __shared__ std::uint32_t s_staged[];  // kStagedBytes
+    staging = {reinterpret_cast<std::int32_t*>(s_staged), s_staged + kStagedKeys, s_staged + 2 * kStagedKeys};
   } else {
     const std::int64_t offset = entry * shape.capacity;
     staging = {arrays.staging.keys + offset, arrays.staging.units + offset, arrays.staging.ordered_units + offset};
@@ -272,30 +285,38 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
       result.count = found.count;
       order_keys(rules, found.count, staging, arrays.keys + entry * shape.capacity, s_counts);
       __syncthreads();
-      used = write_list_tiles(found.count, staging.ordered_units, tile_units);
+      used = write_list_tiles(found.count, staging.ordered_units, tiles);
     } else {
       result.first = found.lowest / kListTile * kListTile;
       result.count = found.highest + 1 - result.first;
-      used = write_range_tiles(rules, result.first, result.count, tile_units);
+      used = write_range_tiles(rules, result.first, result.count, tiles);
     }
   }
   if (threadIdx.x == 0) arrays.chunks[entry] = result;
   for (std::int32_t tile = used + static_cast<std::int32_t>(threadIdx.x); tile < shape.tiles; tile += kPlanThreads) {
-    tile_units[tile] = 0;
+    tiles.write(tile, 0, 0);
   }
 }
 
+std::size_t count_chunks(const PlanShape& shape, std::int64_t batch) {
+  return static_cast<std::size_t>((shape.per_batch ? batch : 1) * shape.plan_heads * shape.chunk_count);
+}
+
+// But for the staging.
 PlanArrays take_arrays(Arena& arena, const PlanShape& shape, std::int64_t batch) {
-  const auto chunks = static_cast<std::size_t>((shape.per_batch ? batch : 1) * shape.plan_heads * shape.chunk_count);
+  const std::size_t chunks = count_chunks(shape, batch);
   PlanArrays arrays = {};
   arrays.chunks = arena.take<ChunkKeys>(chunks);
   arrays.keys = arena.take<std::int32_t>(chunks * static_cast<std::size_t>(shape.capacity));
   arrays.tile_units = arena.take<std::uint16_t>(chunks * static_cast<std::size_t>(shape.tiles));
-  if (shape.capacity > kStagedKeys) {
-    const std::size_t keys = chunks * static_cast<std::size_t>(shape.capacity);
-    arrays.staging = {arena.take<std::int32_t>(keys), arena.take<std::uint16_t>(keys), arena.take<std::uint16_t>(keys)};
-  }
+  arrays.tile_full = arena.take<std::uint16_t>(chunks * static_cast<std::size_t>(shape.tiles));
   return arrays;
+}
+
+Staging take_staging(Arena& arena, const PlanShape& shape, std::int64_t batch) {
+  if (shape.capacity <= kStagedKeys) return {};
+  const std::size_t keys = count_chunks(shape, batch) * static_cast<std::size_t>(shape.capacity);
+  return {arena.take<std::int32_t>(keys), arena.take<std::uint32_t>(keys), arena.take<std::uint32_t>(keys)};
 }
 
 // How many query heads share what they read of a view.
@@ -393,28 +414,50 @@ PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int6
 std::size_t plan_bytes(const PlanShape& shape, std::int64_t batch) {
   Arena arena(nullptr);
   take_arrays(arena, shape, batch);
+  take_staging(arena, shape, batch);
   return arena.used();
 }
 
-cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
-                      DevicePlan* plan, cudaStream_t stream) {
+std::size_t staging_bytes(const PlanShape& shape, std::int64_t batch) {
+  Arena arena(nullptr);
+  take_staging(arena, shape, batch);
+  return arena.used();
+}
+
+DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory) {
   Arena arena(memory);
   const PlanArrays arrays = take_arrays(arena, shape, batch);
-  *plan = DevicePlan();
-  plan->chunks = arrays.chunks;
-  plan->keys = arrays.keys;
-  plan->tile_units = arrays.tile_units;
-  plan->chunk_count = shape.chunk_count;
-  plan->capacity = shape.capacity;
-  plan->tiles = shape.tiles;
-  plan->plan_heads = shape.plan_heads;
-  plan->per_batch = shape.per_batch;
-  plan->head_divisor = shape.head_divisor;
+  DevicePlan plan;
+  plan.chunks = arrays.chunks;
+  plan.keys = arrays.keys;
+  plan.tile_units = arrays.tile_units;
+  plan.tile_full = arrays.tile_full;
+  plan.chunk_count = shape.chunk_count;
+  plan.capacity = shape.capacity;
+  plan.tiles = shape.tiles;
+  plan.plan_heads = shape.plan_heads;
+  plan.per_batch = shape.per_batch;
+  plan.head_divisor = shape.head_divisor;
+  return plan;
+}
+
+cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
+                      DevicePlan* plan, cudaStream_t stream, void* staging) {
+  *plan = plan_at(shape, batch, memory);
+  Arena arena(memory), staging_arena(staging);
+  PlanArrays arrays = take_arrays(arena, shape, batch);
+  arrays.staging = take_staging(staging == nullptr ? arena : staging_arena, shape, batch);
   const std::int64_t plans = std::min<std::int64_t>(batch, shape.per_batch ? batch : 1) * shape.plan_heads;
   if (plans * shape.chunk_count == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(plans * shape.chunk_count);
-  auto* kernel = shape.capacity <= kStagedKeys ? make_plan_kernel<true> : make_plan_kernel<false>;
-  kernel<<<blocks, kPlanThreads, 0, stream>>>(visibility, shape, static_cast<std::uint32_t>(plans), arrays);
+  const bool staged = shape.capacity <= kStagedKeys;
+  auto* kernel = staged ? make_plan_kernel<true> : make_plan_kernel<false>;
+  const std::size_t shared_bytes = staged ? kStagedBytes : 0;
+  const cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(shared_bytes));
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, kPlanThreads, shared_bytes, stream>>>(visibility, shape, static_cast<std::uint32_t>(plans), arrays);
   return cudaGetLastError();
 }
 

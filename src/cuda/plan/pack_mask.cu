@@ -33,7 +33,7 @@ struct PackShape {
   std::int64_t rows, keys;  // rows of the problem, distinct keys of the mask
   std::uint32_t heads, chunks, strips;
   std::uint32_t* words;  // (batches, heads, chunks, keys, kChunkWords)
-  std::uint16_t* units;  // (batches, heads, chunks, keys)
+  std::uint32_t* units;  // (batches, heads, chunks, keys)
 };
 
 // The top bit of each byte says whether the byte is nonzero; the other bits are 0.
@@ -145,7 +145,12 @@ __global__ __launch_bounds__(32 * kPackWarps,
   std::uint32_t words[kLaneWords][kLaneKeys] = {};
   pack_rows<kAccess>(shape, entries, rows, first_key, words);
 
-  __shared__ std::uint8_t s_units[kPackWarps][kStripKeys];  // two units of each key
+  // Of each key two bits for its units with a visible row, and two for those without a hidden one.
+  __shared__ std::uint8_t s_units[kPackWarps][kStripKeys];
+  const auto missing = [&](int word) {  // rows past the last
+    const int left = min(max(rows - word * kWordRows, 0), kWordRows);
+    return left == kWordRows ? 0 : ~0u << left;
+  };
 #pragma unroll
   for (int k = 0; k < kLaneKeys; ++k) {
     if (lane * kLaneKeys < kStripKeys && first_key + k < shape.keys) {
@@ -153,15 +158,20 @@ __global__ __launch_bounds__(32 * kPackWarps,
       std::uint32_t* key_words = shape.words + (first_entry + first_key + k) * kChunkWords;
       reinterpret_cast<uint4*>(key_words)[warp] = packed;
       s_units[warp][lane * kLaneKeys + k] =
-          static_cast<std::uint8_t>(((packed.x | packed.y) != 0 ? 1 : 0) | ((packed.z | packed.w) != 0 ? 2 : 0));
+          static_cast<std::uint8_t>(((packed.x | packed.y) != 0 ? 1 : 0) | ((packed.z | packed.w) != 0 ? 2 : 0) |
+                                    (((packed.x | missing(0)) & (packed.y | missing(1))) == ~0u ? 4 : 0) |
+                                    (((packed.z | missing(2)) & (packed.w | missing(3))) == ~0u ? 8 : 0));
     }
   }
   __syncthreads();
   if (threadIdx.x < kStripKeys && strip_key + threadIdx.x < shape.keys) {
     std::uint32_t units = 0;
 #pragma unroll
-    for (int w = 0; w < kPackWarps; ++w) units |= static_cast<std::uint32_t>(s_units[w][threadIdx.x]) << (2 * w);
-    shape.units[first_entry + strip_key + threadIdx.x] = static_cast<std::uint16_t>(units);
+    for (int w = 0; w < kPackWarps; ++w) {
+      const std::uint32_t bits = s_units[w][threadIdx.x];
+      units |= (bits % 4 | bits / 4 << kChunkUnits) << (2 * w);
+    }
+    shape.units[first_entry + strip_key + threadIdx.x] = units;
   }
 }
 
@@ -174,14 +184,13 @@ cudaError_t launch(PackShape shape, std::int64_t planes, cudaStream_t stream) {
 }
 
 struct PackedArrays {
-  std::uint32_t* words;
-  std::uint16_t* units;
+  std::uint32_t *words, *units;
 };
 
 PackedArrays take_arrays(Arena& arena, const BroadcastView& distinct, std::int64_t rows) {
   const std::int64_t chunks = (rows + kChunkRows - 1) / kChunkRows;
   const auto entries = static_cast<std::size_t>(distinct.batches * distinct.heads * chunks * distinct.keys);
-  return {arena.take<std::uint32_t>(entries * kChunkWords), arena.take<std::uint16_t>(entries)};
+  return {arena.take<std::uint32_t>(entries * kChunkWords), arena.take<std::uint32_t>(entries)};
 }
 
 // The mask's distinct entries in a problem of `keys` keys.
@@ -199,21 +208,29 @@ std::size_t packed_mask_bytes(const BroadcastView& mask, std::int64_t rows, std:
   return arena.used();
 }
 
+PackedMask packed_mask_at(const BroadcastView& mask, std::int64_t rows, std::int64_t keys, void* memory) {
+  const BroadcastView distinct = distinct_entries(mask, keys);
+  Arena arena(memory);
+  const PackedArrays arrays = take_arrays(arena, distinct, rows);
+  const std::int64_t chunks = (rows + kChunkRows - 1) / kChunkRows;
+  PackedMask packed;
+  packed.words = arrays.words;
+  packed.units = arrays.units;
+  packed.chunk_stride = distinct.keys;
+  packed.head_stride = distinct.heads > 1 ? chunks * distinct.keys : 0;
+  packed.batch_stride = distinct.batches > 1 ? distinct.heads * chunks * distinct.keys : 0;
+  packed.key_stride = distinct.keys > 1 ? 1 : 0;
+  packed.head_divisor = distinct.head_divisor;
+  return packed;
+}
+
 cudaError_t pack_mask(const BroadcastView& mask, std::int64_t rows, std::int64_t keys, void* memory, PackedMask* packed,
                       cudaStream_t stream) {
   const BroadcastView distinct = distinct_entries(mask, keys);
   Arena arena(memory);
   const PackedArrays arrays = take_arrays(arena, distinct, rows);
   const std::int64_t chunks = (rows + kChunkRows - 1) / kChunkRows, planes = distinct.batches * distinct.heads;
-
-  *packed = PackedMask();
-  packed->words = arrays.words;
-  packed->units = arrays.units;
-  packed->chunk_stride = distinct.keys;
-  packed->head_stride = distinct.heads > 1 ? chunks * distinct.keys : 0;
-  packed->batch_stride = distinct.batches > 1 ? distinct.heads * chunks * distinct.keys : 0;
-  packed->key_stride = distinct.keys > 1 ? 1 : 0;
-  packed->head_divisor = distinct.head_divisor;
+  *packed = packed_mask_at(mask, rows, keys, memory);
   if (planes == 0 || chunks == 0 || distinct.keys == 0) return cudaSuccess;
 
   PackShape shape = {};

@@ -28,6 +28,9 @@ constexpr BroadcastView without_copies(BroadcastView view) {
 // little for every distinct (batch, head). The view may have copies in it or not.
 std::size_t packed_mask_bytes(const BroadcastView& mask, std::int64_t rows, std::int64_t keys);
 
+// What pack_mask wrote, or is going to write, into `memory`; all pointers are null if that is null.
+PackedMask packed_mask_at(const BroadcastView& mask, std::int64_t rows, std::int64_t keys, void* memory);
+
 // Packs a (batches, heads, rows, keys) bool mask of any strides into `memory` (aligned to 64 bytes) and describes the
 // result in `packed`. Any nonzero byte is true. A mask that is the same for every row is packed too, but is better
 // passed on as a key mask. Returns launch errors only; enqueues one kernel and never waits.

@@ -13,12 +13,16 @@ constexpr int kUnitRows = 64;     // rows of a unit, the finest that a plan tell
 constexpr int kChunkRows = 1024;  // rows that share a list of keys
 constexpr int kChunkUnits = kChunkRows / kUnitRows;
 constexpr int kChunkWords = kChunkRows / kWordRows;
+// Of 32 bits that say which units see some of a key (or tile) and, above these, which see all of it.
+constexpr std::uint32_t kAnyUnit = (1u << kChunkUnits) - 1;
 
 // A mask that differs by row, packed by pack_mask: bit r of words[...][key][word] is row 32 * word + r of the chunk.
 // Rows past the last are 0.
 struct PackedMask {
   const std::uint32_t* words = nullptr;  // (mask batches, mask heads, chunks, mask keys: Sk or 1, kChunkWords)
-  const std::uint16_t* units = nullptr;  // (mask batches, mask heads, chunks, mask keys): units with a visible row
+  // (mask batches, mask heads, chunks, mask keys): bit u is set if unit u has a visible row, bit 16 + u if it has no
+  // hidden one. Rows past the last count neither way.
+  const std::uint32_t* units = nullptr;
   std::int64_t batch_stride = 0, head_stride = 0, chunk_stride = 0;  // in keys; 0 where broadcast
   std::int64_t key_stride = 0;                                       // 1, or 0 if all keys share a row's bit
   std::int64_t head_divisor = 1;

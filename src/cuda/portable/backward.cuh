@@ -17,9 +17,9 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
 struct BackwardBlock {
-  using Config = BackwardConfig<kHeadDim>;
+  using Config = BackwardConfig<kHeadDim, kNarrow>;
   static constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kThreads = Config::kThreads;
   using DimTile = SharedTile<kHeadDim>;
   using ScoreTile = SharedTile<kKeys>;
@@ -48,10 +48,11 @@ struct BackwardBlock {
     Walk walk;
     KeyBlock block;
     int existing;
+    bool stores;  // results, instead of adding to sums
   };
+  static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
 
   const BackwardParams& params;
-  int warp, lane;
   DimTile keys, values;
   std::uint32_t rows_address;  // stages of queries and output gradients
   ScoreTile probabilities, score_gradients;
@@ -63,23 +64,42 @@ struct BackwardBlock {
 
   __device__ BackwardBlock(const BackwardParams& params, const KeyBlock& own_block, unsigned char* memory)
       : params(params),
-        warp(static_cast<int>(threadIdx.x) / 32),
-        lane(static_cast<int>(threadIdx.x) % 32),
         keys{shared_address(memory)},
         values{keys.address + static_cast<std::uint32_t>(Config::kKeyBytes)},
         rows_address(values.address + static_cast<std::uint32_t>(Config::kKeyBytes)),
         probabilities{rows_address + static_cast<std::uint32_t>(Config::kStages * 2 * Config::kRowBytes)},
         score_gradients{probabilities.address + static_cast<std::uint32_t>(Config::kScoreBytes)},
-        shared(*reinterpret_cast<Shared*>(memory + 2 * Config::kKeyBytes + Config::kStages * 2 * Config::kRowBytes +
-                                          2 * Config::kScoreBytes)),
+        shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
         block(shared.block) {
-    static_assert(sizeof(Shared) <= Config::kRowFactBytes + Config::kKeyFactBytes + Config::kWordBytes + 128);
+    const bool stores = !params.uses_sums || (params.stored != nullptr && !has_lists(own_block));
     if (threadIdx.x == 0) {
       shared.block = own_block;
       shared.existing = key_count(params.visibility, own_block.batch);
+      shared.stores = stores;
+      if (params.stored != nullptr && !own_block.listed && own_block.tile == 0) {
+        params.stored[own_block.batch * params.key_heads + own_block.key_head] = stores;
+      }
     }
     __syncthreads();
   }
+
+  // Whether blocks of lists add to what this block adds to.
+  __device__ bool has_lists(const KeyBlock& own_block) const {
+    if (own_block.listed) return true;
+    bool any = false;
+    for (int chunk = static_cast<int>(threadIdx.x); chunk < params.plan.chunk_count; chunk += kThreads) {
+      const ChunkKeys chunk_keys = params.plan.chunks[own_block.plan_chunk + chunk];
+      any = any || (chunk_keys.first < 0 && chunk_keys.count > 0);
+    }
+    return __syncthreads_or(any) != 0;
+  }
+
+  // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
+  static constexpr bool kKeepsPlaces = kHeadDim <= 128 && !kRowBias;
+  __device__ static int thread_index() {
+    return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
+  }
+  __device__ static int warp() { return thread_index() / 32; }
 
   __device__ int existing() const { return shared.existing; }
 
@@ -92,9 +112,11 @@ struct BackwardBlock {
 
   __device__ int row_tiles() const { return (params.rows + kRows - 1) / kRows; }
 
-  // By one thread, three steps ahead.
+  // By one warp, three steps ahead.
   __device__ void note_step(int number) const {
-    if (threadIdx.x == 0) shared.steps[number % 4] = shared.walk.next(params, block, existing());
+    if (threadIdx.x >= 32) return;
+    const Step step = shared.walk.next(params, block, existing());
+    if (threadIdx.x == 0) shared.steps[number % 4] = step;
   }
 
   // ---- Loads
@@ -121,14 +143,13 @@ struct BackwardBlock {
     }
   }
 
+  // Of a bias that is the same for every row.
   __device__ void read_key_bias(int head) const {
-    if constexpr (!kRowBias) {
-      if (!params.bias.defined()) return;
-      for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
-        const int key = shared.key[place];
-        const std::int64_t offset = params.bias.offset(block.batch, head) + key * params.bias.key_stride;
-        shared.bias[place] = key < 0 ? 0 : kLog2E * load_bias<Element>(params.bias, offset);
-      }
+    if (kRowBias || !params.bias.defined()) return;
+    for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
+      const int key = shared.key[place];
+      const std::int64_t offset = params.bias.offset(block.batch, head) + key * params.bias.key_stride;
+      shared.bias[place] = key < 0 ? 0 : kLog2E * load_bias<Element>(params.bias, offset);
     }
   }
 
@@ -142,7 +163,8 @@ struct BackwardBlock {
     const DimTile tiles[] = {keys, values};
     const TokenRows sources[] = {rows_of(params.key, block.key_head, 0), rows_of(params.value, block.key_head, 0)};
     load_rows<kKeys, kHeadDim, kThreads>(
-        tiles, sources, [&](int row) { return shared.key[row]; }, params.head_dim, params.aligned);
+        static_cast<int>(threadIdx.x), tiles, sources, [&](int row) { return shared.key[row]; }, params.head_dim,
+        params.aligned);
   }
 
   // Rows past the last have facts too.
@@ -161,8 +183,8 @@ struct BackwardBlock {
     const TokenRows sources[] = {rows_of(params.query, step.head, step.first_row()),
                                  rows_of(params.dout, step.head, step.first_row())};
     load_rows<kRows, kHeadDim, kThreads>(
-        tiles, sources, [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim,
-        params.aligned);
+        static_cast<int>(threadIdx.x), tiles, sources,
+        [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim, params.aligned);
   }
 
   __device__ void make_words(Step step, int buffer) const {
@@ -179,18 +201,29 @@ struct BackwardBlock {
 
   // ---- One step
 
-  __device__ int score_row() const { return warp % Config::kScoreRowWarps * kScoreRows; }
-  __device__ int score_key() const { return warp / Config::kScoreRowWarps * kScoreKeys; }
-  __device__ int row_of(int i) const { return score_row() + (i / 2) * 16 + (i % 2) * 8 + lane / 4; }
-  __device__ int column_of(int n) const { return score_key() + n * 8 + 2 * (lane % 4); }
+  __device__ static int score_row() { return warp() % Config::kScoreRowWarps * kScoreRows; }
+  __device__ static int score_key() { return warp() / Config::kScoreRowWarps * kScoreKeys; }
 
-  // Where a thread's pair of scores lies in a ScoreTile.
-  __device__ std::uint32_t pair_address(ScoreTile tile, int i, int n) const {
-    return tile.piece(row_of(i), column_of(n) / 8) + 4 * (lane % 4);
-  }
+  // Which scores are the thread's: pairs of neighbouring columns.
+  struct Place {
+    int row, column;  // the first
+
+    __device__ Place() {
+      const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+      row = warp % Config::kScoreRowWarps * kScoreRows + lane / 4;
+      column = warp / Config::kScoreRowWarps * kScoreKeys + 2 * (lane % 4);
+    }
+    __device__ int row_of(int i) const { return row + i * 8; }
+    __device__ int column_of(int n) const { return column + n * 8; }
+    // Where a pair lies in a ScoreTile.
+    __device__ std::uint32_t pair_address(ScoreTile tile, int i, int n) const {
+      return tile.piece(row_of(i), column_of(n) / 8) + 2 * (column % 8);
+    }
+  };
 
   // Softcap and bias. The softcap's derivative is left where the score's gradient will be.
   __device__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], Step step) const {
+    const Place place;
     scale_products(params.score, scores);
     if (params.score.softcap_log2 != 0) {
       const auto derivative = [&](float score) {
@@ -202,26 +235,28 @@ struct BackwardBlock {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
           const float* pair = &scores[i / 2][n][2 * (i % 2)];
-          store_shared(pair_address(score_gradients, i, n), pack<__half>(derivative(pair[0]), derivative(pair[1])));
+          store_shared(place.pair_address(score_gradients, i, n),
+                       pack<__half>(derivative(pair[0]), derivative(pair[1])));
         }
     }
     const BroadcastView& bias = params.bias;
     if constexpr (kRowBias) {
       add_row_bias<Element>(
           bias, bias.offset(block.batch, step.head), params.rows, scores,
-          [&](int i) { return step.first_row() + row_of(i); },
-          [&](int n, int pair) { return shared.key[column_of(n) + pair]; });
+          [&](int i) { return step.first_row() + place.row_of(i); },
+          [&](int n, int pair) { return shared.key[place.column_of(n) + pair]; });
     } else if (bias.defined()) {
-      add_key_bias(scores, [&](int n) { return *reinterpret_cast<const float2*>(&shared.bias[column_of(n)]); });
+      add_key_bias(scores, [&](int n) { return *reinterpret_cast<const float2*>(&shared.bias[place.column_of(n)]); });
     }
   }
 
   // Scores to probabilities, 0 where hidden. Returns whether anything is.
   __device__ bool make_probabilities(float (&scores)[kMTiles][kNTiles][4], Step step, int slot, int buffer) const {
+    const Place place;
     const float multiplier = params.score.multiplier;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const float lse_log2 = shared.row_facts[slot][row_of(i)].x;
+      const float lse_log2 = shared.row_facts[slot][place.row_of(i)].x;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
         float* pair = &scores[i / 2][n][2 * (i % 2)];
@@ -236,7 +271,7 @@ struct BackwardBlock {
         // A warp's rows lie in one word.
         hide_by_words(
             scores, shared.words[buffer][score_row() / kWordRows], score_row() % kWordRows,
-            [&](int n) { return column_of(n); }, 0.0f);
+            [&](int n) { return place.column_of(n); }, 0.0f);
       }
     } else {
       // Rows past the last have probabilities of 0 without help.
@@ -246,9 +281,10 @@ struct BackwardBlock {
         hide_past_limits(
             scores,
             [&](int i) {
-              return causal_limit(params.visibility, existing(), step.first_row() + row_of(i)) - block.tile * kKeys;
+              return causal_limit(params.visibility, existing(), step.first_row() + place.row_of(i)) -
+                     block.tile * kKeys;
             },
-            [&](int n) { return column_of(n); }, 0.0f);
+            [&](int n) { return place.column_of(n); }, 0.0f);
       }
     }
 #pragma unroll
@@ -256,7 +292,7 @@ struct BackwardBlock {
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
         const float* pair = &scores[i / 2][n][2 * (i % 2)];
-        store_shared(pair_address(probabilities, i, n), pack<Element>(pair[0], pair[1]));
+        store_shared(place.pair_address(probabilities, i, n), pack<Element>(pair[0], pair[1]));
       }
     return hides;
   }
@@ -264,9 +300,10 @@ struct BackwardBlock {
   // `gradients` are those of the probabilities and become those of the scores, before softcap.
   __device__ void make_score_gradients(const float (&probability)[kMTiles][kNTiles][4],
                                        float (&gradients)[kMTiles][kNTiles][4], int slot, bool hides) const {
+    const Place place;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const float delta = shared.row_facts[slot][row_of(i)].y;
+      const float delta = shared.row_facts[slot][place.row_of(i)].y;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -289,22 +326,24 @@ struct BackwardBlock {
   }
 
   __device__ void store_score_gradients(const float (&gradients)[kMTiles][kNTiles][4]) const {
+    const Place place;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
         const float* pair = &gradients[i / 2][n][2 * (i % 2)];
-        store_shared(pair_address(score_gradients, i, n), pack<Element>(pair[0], pair[1]));
+        store_shared(place.pair_address(score_gradients, i, n), pack<Element>(pair[0], pair[1]));
       }
   }
 
   // The same, times the softcap's derivative that transform_scores left in their places.
   __device__ void store_capped_gradients(const float (&gradients)[kMTiles][kNTiles][4]) const {
+    const Place place;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
-        const std::uint32_t address = pair_address(score_gradients, i, n);
+        const std::uint32_t address = place.pair_address(score_gradients, i, n);
         std::uint32_t packed;
         asm volatile("ld.shared.b32 %0, [%1];" : "=r"(packed) : "r"(address) : "memory");
         const float2 derivative = __half22float2(*reinterpret_cast<const __half2*>(&packed));
@@ -315,6 +354,7 @@ struct BackwardBlock {
 
   // Sums over the step's rows of a bias that all rows share; each warp adds to places of its own.
   __device__ void add_key_bias_gradients(const float (&gradients)[kMTiles][kNTiles][4]) const {
+    const Place place;
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -325,24 +365,25 @@ struct BackwardBlock {
         sum += __shfl_xor_sync(~0u, sum, 4);
         sum += __shfl_xor_sync(~0u, sum, 8);
         sum += __shfl_xor_sync(~0u, sum, 16);
-        if (lane < 4) shared.dbias[warp % Config::kScoreRowWarps][column_of(n) + pair] += sum;
+        if (place.row % 8 == 0) shared.dbias[place.row / kScoreRows][place.column_of(n) + pair] += sum;
       }
   }
 
   // A bias with rows of its own: every score has its place, which other heads or batch elements may share.
   __device__ void add_bias_gradients(const float (&gradients)[kMTiles][kNTiles][4], Step step) const {
+    const Place place;
     const BroadcastView& dbias = params.dbias;
     float* sums = params.dbias_sums + dbias.offset(block.batch, step.head);
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const int key = shared.key[column_of(n) + pair];
+        const int key = shared.key[place.column_of(n) + pair];
         float* key_sums = sums + key * dbias.key_stride;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
           const float gradient = gradients[i / 2][n][2 * (i % 2) + pair];
-          const int row = recomputed(step.first_row() + row_of(i));
+          const int row = recomputed(step.first_row() + place.row_of(i));
           if (key >= 0 && row < params.rows && gradient != 0) atomicAdd(key_sums + row * dbias.row_stride, gradient);
         }
       }
@@ -384,14 +425,14 @@ struct BackwardBlock {
   __device__ void run_step(Step step, int stage, int slot, int buffer) {
     float scores[kMTiles][kNTiles][4];
     clear(scores);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries(stage), score_row(), keys,
-                                                                             score_key());
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
+        scores, queries(stage), score_row(), keys, score_key());
     if (params.score.transforms) transform_scores(scores, step);
     const bool hides = make_probabilities(scores, step, slot, buffer);
     float gradients[kMTiles][kNTiles][4];
     clear(gradients);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients(stage),
-                                                                             score_row(), values, score_key());
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
+        gradients, output_gradients(stage), score_row(), values, score_key());
     make_score_gradients(scores, gradients, slot, hides);
     if (params.score.softcap_log2 != 0) {
       store_capped_gradients(gradients);
@@ -407,31 +448,31 @@ struct BackwardBlock {
     }
     __syncthreads();
     if (params.wants_dvalue) {
-      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dvalues, probabilities, key_row(),
-                                                                                  output_gradients(stage), key_dim());
+      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns, Config::kGradientAhead>(
+          dvalues, probabilities, key_row(), output_gradients(stage), key_dim());
     }
     if (params.wants_dkey) {
-      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns>(dkeys, score_gradients, key_row(),
-                                                                                  queries(stage), key_dim());
+      multiply_blocks<Element, kRows, Depth::kAlongColumns, Depth::kAlongColumns, Config::kGradientAhead>(
+          dkeys, score_gradients, key_row(), queries(stage), key_dim());
     }
     // Last, so that the additions are under way while the next step begins.
     if (params.dquery_sums != nullptr) {
       QuerySums dqueries;
       clear(dqueries);
-      multiply_blocks<Element, kKeys, Depth::kAlongRows, Depth::kAlongColumns>(
-          dqueries, score_gradients, warp % Config::kQueryRowWarps * kQueryRows, keys,
-          warp / Config::kQueryRowWarps * kQueryDims);
+      multiply_blocks<Element, kKeys, Depth::kAlongRows, Depth::kAlongColumns, Config::kGradientAhead>(
+          dqueries, score_gradients, warp() % Config::kQueryRowWarps * kQueryRows, keys,
+          warp() / Config::kQueryRowWarps * kQueryDims);
       add_query_gradients<1>(dqueries, step, 0);
     }
   }
 
   // ---- Results
 
-  __device__ int key_row() const { return warp % Config::kKeyWarps * kKeyRows; }
-  __device__ int key_dim() const { return warp / Config::kKeyWarps * kKeyDims; }
+  __device__ int key_row() const { return warp() % Config::kKeyWarps * kKeyRows; }
+  __device__ int key_dim() const { return warp() / Config::kKeyWarps * kKeyDims; }
 
   __device__ void store_results() const {
-    if (params.uses_sums) {
+    if (!shared.stores) {
       const std::int64_t color = block.color * params.key_color_stride;
       const auto add = [&](const auto& gradient, float* sums, float factor) {
         add_to_sums<kHeadDim>(gradient, params, block, shared.key, key_row(), key_dim(), sums + color, factor);
@@ -451,11 +492,11 @@ struct BackwardBlock {
   __device__ void run() {
     clear(dkeys);
     clear(dvalues);
-    if (threadIdx.x == 0) shared.walk.start(params, block, existing());
+    if (threadIdx.x < 32) shared.walk.start(params, block, existing());
     for (int number = 0; number < 3; ++number) note_step(number);
     read_key_facts();
     __syncthreads();
-    if (!shared.steps[0].exists() && params.uses_sums) return;  // nothing to add
+    if (!shared.steps[0].exists() && !shared.stores) return;  // nothing to add
     load_row_facts(shared.steps[0], 0);
     load_row_facts(shared.steps[1], 1);
     int head = shared.steps[0].exists() ? shared.steps[0].head : block.first_head;
@@ -476,15 +517,17 @@ struct BackwardBlock {
       wait_copies<0>();
       __syncthreads();
       note_step(number + 3);
-      if (shared.steps[number % 4].head != head) {
-        const int next_head = shared.steps[number % 4].head;
-        if (!kRowBias && params.dbias_sums != nullptr &&
-            params.dbias.offset(block.batch, head) != params.dbias.offset(block.batch, next_head)) {
-          flush_key_bias_gradients(head);
+      if constexpr (!kRowBias) {
+        if (shared.steps[number % 4].head != head) {
+          const int next_head = shared.steps[number % 4].head;
+          if (params.dbias_sums != nullptr &&
+              params.dbias.offset(block.batch, head) != params.dbias.offset(block.batch, next_head)) {
+            flush_key_bias_gradients(head);
+          }
+          head = next_head;
+          read_key_bias(head);
+          __syncthreads();
         }
-        head = next_head;
-        read_key_bias(head);
-        __syncthreads();
       }
       load_row_facts(shared.steps[(number + 2) % 4], next_slot == 2 ? 0 : next_slot + 1);
       if (Config::kStages == 2 && shared.steps[(number + 1) % 4].exists()) {
@@ -508,10 +551,10 @@ struct BackwardBlock {
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
-__global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
-  using Config = BackwardConfig<kHeadDim>;
+  using Config = BackwardConfig<kHeadDim, kNarrow>;
   extern __shared__ __align__(1024) unsigned char shared[];
   // Tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
   const int key_tiles = params.takes_ranges ? (params.keys + Config::kKeys - 1) / Config::kKeys : 0;
@@ -546,7 +589,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
       if (keys.first >= 0 || block.tile * Config::kKeys >= keys.count) return;
     }
   }
-  BackwardBlock<Element, kHeadDim, kPlanned, kRowBias>(params, block, shared).run();
+  BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>(params, block, shared).run();
 }
 
 }  // namespace flash_dmattn::internal::cuda

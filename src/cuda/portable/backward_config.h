@@ -7,29 +7,30 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Eight warps share each of the five products; XxY below: X warps over its rows, Y over its columns.
-template <int kHeadDimBucket>
+// The warps share each of the five products. kNarrow: for GPUs with kLeastSharedBytes of shared memory.
+template <int kHeadDimBucket, bool kNarrow>
 struct BackwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
-  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kRows = kHeadDim <= 64 ? 128 : 64;                        // query rows of a step
-  static constexpr int kKeys = kHeadDim <= 128 ? 128 : 64;                       // keys of a block
-  static constexpr int kScoreRowWarps = kRows == 128 || kKeys == 64 ? 4 : 2;     // rows x keys
-  static constexpr int kKeyWarps = kKeys == 128 ? 4 : 2;                         // keys x head dim
-  static constexpr int kQueryRowWarps = kRows == 128 || kHeadDim == 96 ? 4 : 2;  // rows x head dim
-  static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;  // queries and output gradients on their way
+  static constexpr int kWarps = kNarrow && kHeadDim == 256 ? 4 : 8, kThreads = 32 * kWarps;
+  static constexpr int kRows = kNarrow ? (kHeadDim <= 128 ? 64 : 32) : kHeadDim <= 64 ? 128 : 64;   // rows of a step
+  static constexpr int kKeys = kNarrow ? (kHeadDim <= 192 ? 64 : 32) : kHeadDim <= 128 ? 128 : 64;  // of a block
+  // How many of the warps divide the first dimension of a product: rows x keys, keys x head dim, rows x head dim. The
+  // others divide the second.
+  static constexpr int kScoreRowWarps = kRows == 32 ? 2 : kRows == 128 || kKeys == 64 ? 4 : 2;
+  static constexpr bool kOddDims = kHeadDim == 96 || (kNarrow && kHeadDim == 32);  // of which four warps take too few
+  static constexpr int kKeyWarps = kKeys == 128 || kOddDims ? 4 : 2;
+  static constexpr int kQueryRowWarps = kRows == 128 || kOddDims ? 4 : 2;
+  // Of queries and output gradients: those of the next step are on their way.
+  static constexpr int kStages = kNarrow && kHeadDim >= 128 ? 1 : 2;
+  // kAhead of multiply_blocks, for scores and gradients of probabilities and for the others.
+  static constexpr int kScoreAhead = 2;
+  static constexpr int kGradientAhead = 2;
   static constexpr int kWords = kRows / kWordRows;
-  static constexpr int kListTiles = kKeys / kListTile;
 
   static constexpr std::size_t kKeyBytes = std::size_t{kKeys} * kHeadDim * 2;
   static constexpr std::size_t kRowBytes = std::size_t{kRows} * kHeadDim * 2;
   static constexpr std::size_t kScoreBytes = std::size_t{kRows} * kKeys * 2;
-  // lse and delta of three steps; keys, their rows, bias and its gradient; words of two steps; and the rest.
-  static constexpr std::size_t kRowFactBytes = 3 * 2 * kRows * sizeof(float);
-  static constexpr std::size_t kKeyFactBytes = kKeys * (4 + 8 + 4 + 4 * kScoreRowWarps);
-  static constexpr std::size_t kWordBytes = 2 * kWords * kKeys * 4;
-  static constexpr std::size_t kSharedBytes =
-      2 * kKeyBytes + kStages * 2 * kRowBytes + 2 * kScoreBytes + kRowFactBytes + kKeyFactBytes + kWordBytes + 128;
+  static constexpr std::size_t kTileSharedBytes = 2 * kKeyBytes + kStages * 2 * kRowBytes + 2 * kScoreBytes;
 };
 
 }  // namespace flash_dmattn::internal::cuda

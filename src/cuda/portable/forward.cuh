@@ -13,9 +13,9 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
 struct ForwardBlock {
-  using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias>;
+  using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>;
   static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kMTiles = Config::kWarpRows / 16;
   static constexpr int kKeyTiles = kTileKeys / 8;  // columns of a score fragment
@@ -24,65 +24,92 @@ struct ForwardBlock {
   using Tile = SharedTile<kHeadDim>;
   using Tiles = PlannedTiles<kListTile, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
+  // What is the same for the whole block: registers are short.
+  struct Shared {
+    int batch, head, first_row, existing, chunk;
+    TokenRows keys, values;                            // of the block's key head, from token 0 on
+    float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys, in units of log2
+  };
+  static constexpr std::size_t kSharedBytes =
+      Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
 
   const ForwardParams& params;
-  int batch, head, key_head, first_row, existing;
-  int warp, lane;
   Tile queries, keys, values;
+  Shared& shared;
   Tiles& planned;  // only in a plan
-  int chunk;
   float scores[kMTiles][kKeyTiles][4];
   float sums[kMTiles][kDimTiles][4];
   float row_max[kThreadRows], row_sum[kThreadRows];
 
-  __device__ ForwardBlock(const ForwardParams& params, int batch, int head, int first_row, unsigned char* shared)
+  __device__ ForwardBlock(const ForwardParams& params, int batch, int head, int first_row, unsigned char* memory)
       : params(params),
-        batch(batch),
-        head(head),
-        key_head(head / params.group),
-        first_row(first_row),
-        existing(key_count(params.visibility, batch)),
-        warp(static_cast<int>(threadIdx.x) / 32),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        queries{shared_address(shared)},
+        queries{shared_address(memory)},
         keys{queries.address + static_cast<std::uint32_t>(Config::kQueryBytes)},
         values{keys.address + static_cast<std::uint32_t>(Config::kTileBytes)},
-        planned(*reinterpret_cast<Tiles*>(shared + Config::kQueryBytes + 2 * Config::kTileBytes)) {
-    static_assert(!kPlanned || sizeof(Tiles) == Config::kPlanBytes);
-    chunk = kPlanned ? static_cast<int>(params.plan.first_chunk(batch, head)) + first_row / kChunkRows : 0;
+        shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
+        planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
+    if (threadIdx.x == 0) {
+      const auto of_head = [&](const TokenView& tokens) { return rows_of(tokens, batch, head / params.group, 0); };
+      const int chunk = kPlanned ? static_cast<int>(params.plan.first_chunk(batch, head)) + first_row / kChunkRows : 0;
+      shared.batch = batch, shared.head = head, shared.first_row = first_row, shared.chunk = chunk;
+      shared.existing = key_count(params.visibility, batch);
+      shared.keys = of_head(params.key), shared.values = of_head(params.value);
+    }
+    __syncthreads();
     clear(sums);
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) row_max[i] = -INFINITY, row_sum[i] = 0;
   }
 
-  // The thread's row number i, within the block.
-  __device__ int row_of(int i) const { return warp * Config::kWarpRows + (i / 2) * 16 + (i % 2) * 8 + lane / 4; }
-  // The first of the thread's two columns of column tile n.
-  __device__ int column_of(int n) const { return n * 8 + 2 * (lane % 4); }
+  // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
+  static constexpr bool kKeepsPlaces = kHeadDim <= 128;
+  __device__ static int thread_index() {
+    return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
+  }
 
-  __device__ TokenRows rows_of(const TokenView& tokens, int token_head, int first) const {
-    return {static_cast<const std::uint16_t*>(tokens.data) + recomputed(batch) * tokens.batch_stride +
-                recomputed(token_head) * tokens.head_stride + first * tokens.token_stride,
+  // The warp's first row within the block.
+  __device__ static int warp_row() { return thread_index() / 32 * Config::kWarpRows; }
+
+  // Which scores are the thread's: pairs of neighbouring columns.
+  struct Place {
+    int row, column;  // the first
+
+    __device__ Place() {
+      const int thread = thread_index(), lane = thread % 32;
+      row = thread / 32 * Config::kWarpRows + lane / 4;
+      column = 2 * (lane % 4);
+    }
+    __device__ int row_of(int i) const { return row + i * 8; }
+    __device__ int column_of(int n) const { return column + n * 8; }
+  };
+
+  __device__ static TokenRows rows_of(const TokenView& tokens, int batch, int head, int first) {
+    return {static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
+                first * tokens.token_stride,
             tokens.token_stride};
   }
 
   __device__ void load_queries() const {
     const Tile tiles[] = {queries};
-    const TokenRows sources[] = {rows_of(params.query, head, first_row)};
+    const int first_row = shared.first_row;
+    const TokenRows sources[] = {rows_of(params.query, shared.batch, shared.head, first_row)};
     load_rows<Config::kRows, kHeadDim, Config::kThreads>(
-        tiles, sources, [&](int row) { return first_row + row < params.rows ? row : -1; }, params.head_dim,
-        params.aligned);
+        thread_index(), tiles, sources, [&](int row) { return first_row + row < params.rows ? row : -1; },
+        params.head_dim, params.aligned);
   }
 
-  // `tokens` is key or value. In a plan, `tile` names the facts to go by, else the position of the tile.
-  __device__ void load_tile(Tile target, const TokenView& tokens, int tile) const {
+  // `rows`: of keys or values. `buffer`: where a plan's tile has its facts.
+  __device__ void load_tile(Tile target, const TokenRows& rows, int tile, int buffer) const {
     const Tile tiles[] = {target};
-    const TokenRows sources[] = {rows_of(tokens, key_head, kPlanned ? 0 : tile * kTileKeys)};
+    const TokenRows sources[] = {rows};
+    const int first_key = kPlanned && is_direct(tile) ? planned.first_key(tile) : -1;
+    const int existing = kPlanned ? 0 : shared.existing;
     load_rows<kTileKeys, kHeadDim, Config::kThreads>(
-        tiles, sources,
+        thread_index(), tiles, sources,
         [&](int row) {
-          if constexpr (kPlanned) return planned.facts[tile].key[row];
-          return tile * kTileKeys + row < existing ? row : -1;
+          if constexpr (kPlanned) return first_key >= 0 ? first_key + row : planned.facts[buffer].key[row];
+          const int key = tile * kTileKeys + row;
+          return key < existing ? key : -1;
         },
         params.head_dim, params.aligned);
   }
@@ -90,86 +117,59 @@ struct ForwardBlock {
   // scores = queries keys^T
   __device__ void multiply_keys() {
     clear(scores);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries, warp * Config::kWarpRows,
-                                                                             keys, 0);
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kKeyAhead>(scores, queries,
+                                                                                                warp_row(), keys, 0);
   }
 
-  // sums += probabilities values
-  __device__ void multiply_values() {
-    const int any_lane = recomputed(lane);
-    const std::uint32_t value_lane = values.lane_address(row_major_lane_row(any_lane), row_major_lane_half(any_lane));
-    constexpr int kPairs = kDimTiles / 2, kDepths = kTileKeys / 16;
-    const auto load = [&](std::uint32_t(&fragment)[4], int depth, int pair) {
-      load_matrices_transposed(fragment, Tile::column_block(value_lane, pair) + depth * 16 * Tile::kRowBytes);
-    };
-    // One fragment ahead of the products.
-    std::uint32_t b[2][4];
-    load(b[0], 0, 0);
-#pragma unroll
-    for (int depth = 0; depth < kDepths; ++depth) {
-      std::uint32_t a[kMTiles][4];
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
-        const float(&left)[4] = scores[m][2 * depth];
-        const float(&right)[4] = scores[m][2 * depth + 1];
-        a[m][0] = pack<Element>(left[0], left[1]);
-        a[m][1] = pack<Element>(left[2], left[3]);
-        a[m][2] = pack<Element>(right[0], right[1]);
-        a[m][3] = pack<Element>(right[2], right[3]);
-      }
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        const int now = (depth * kPairs + pair) % 2;
-        if (pair + 1 < kPairs) {
-          load(b[now ^ 1], depth, pair + 1);
-        } else if (depth + 1 < kDepths) {
-          load(b[now ^ 1], depth + 1, 0);
-        }
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-          multiply<Element>(sums[m][2 * pair], a[m], b[now][0], b[now][1]);
-          multiply<Element>(sums[m][2 * pair + 1], a[m], b[now][2], b[now][3]);
-        }
-      }
-    }
-  }
-
-  // Softcap and bias. `position` is as in load_tile.
+  // Softcap and bias. `position`: of the tile, or in a plan the buffer of its facts.
   __device__ void transform_scores(int position) {
     scale_products(params.score, scores);
+    const Place place;
     const BroadcastView& bias = params.bias;
     if (!kRowBias && !bias.defined()) return;
-    const std::int64_t offset = bias.offset(recomputed(batch), recomputed(head));
-    const auto key_of = [&](int n, int pair) {
-      const int column = column_of(n) + pair;
-      if constexpr (kPlanned) return planned.facts[position].key[column];
-      const int key = position * kTileKeys + column;
-      return key < existing ? key : -1;
-    };
     if constexpr (kRowBias) {
-      add_row_bias<Element>(bias, offset, params.rows, scores, [&](int i) { return first_row + row_of(i); }, key_of);
+      add_row_bias<Element>(
+          bias, bias.offset(shared.batch, shared.head), params.rows, scores,
+          [&](int i) { return shared.first_row + place.row_of(i); },
+          [&](int n, int pair) {
+            const int column = place.column_of(n) + pair;
+            if constexpr (kPlanned) return planned.facts[position].key[column];
+            const int key = position * kTileKeys + column;
+            return key < shared.existing ? key : -1;
+          });
     } else {
       add_key_bias(scores, [&](int n) {
-        if constexpr (kPlanned) return *reinterpret_cast<const float2*>(&planned.facts[position].bias[column_of(n)]);
-        const auto read = [&](int key) {
-          return key < 0 ? 0.0f : kLog2E * load_bias<Element>(bias, offset + key * bias.key_stride);
-        };
-        return make_float2(read(key_of(n, 0)), read(key_of(n, 1)));
+        const float* tile_bias = kPlanned ? planned.facts[position].bias : shared.bias;
+        return *reinterpret_cast<const float2*>(tile_bias + place.column_of(n));
       });
     }
   }
 
-  // Hides what the causal rule and the length hide.
-  __device__ void hide_tile(int tile) {
-    hide_past_limits(
-        scores,
-        [&](int i) { return causal_limit(params.visibility, existing, first_row + row_of(i)) - tile * kTileKeys; },
-        [&](int n) { return column_of(n); }, -INFINITY);
+  // Dense: leaves the bias of a tile's keys in shared memory, and asks for that of the tile after it.
+  __device__ void load_key_bias(int tile) const {
+    const BroadcastView& bias = params.bias;
+    const int place = recomputed(static_cast<int>(threadIdx.x));
+    if (kRowBias || !bias.defined() || place >= kTileKeys) return;
+    const std::int64_t offset = bias.offset(shared.batch, shared.head);
+    const int key = tile * kTileKeys + place;
+    if (key >= kTileKeys) prefetch_bias(bias, offset + (key - kTileKeys) * bias.key_stride);
+    shared.bias[place] =
+        key < shared.existing ? kLog2E * load_bias<Element>(bias, offset + key * bias.key_stride) : 0.0f;
   }
 
-  __device__ const std::uint32_t* warp_words(const Facts& tile) const {
-    return tile.words[warp * Config::kWarpRows / kWordRows];
+  // Hides what the causal rule and the length hide.
+  __device__ void hide_tile(int tile) {
+    const Place place;
+    const int existing = shared.existing, first_row = shared.first_row;
+    hide_past_limits(
+        scores,
+        [&](int i) {
+          return causal_limit(params.visibility, existing, first_row + place.row_of(i)) - tile * kTileKeys;
+        },
+        [&](int n) { return place.column_of(n); }, -INFINITY);
   }
+
+  __device__ const std::uint32_t* warp_words(const Facts& tile) const { return tile.words[warp_row() / kWordRows]; }
 
   // Turns scores into probabilities relative to the new row maxima and rescales what was summed before.
   __device__ void softmax() {
@@ -208,6 +208,9 @@ struct ForwardBlock {
   }
 
   __device__ void store() {
+    const Place place;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       float sum = row_sum[i];
@@ -215,7 +218,7 @@ struct ForwardBlock {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const bool empty = row_max[i] == -INFINITY && sum == 0;
       const float inverse = empty ? 0.0f : 1.0f / sum;
-      const int row = first_row + row_of(i);
+      const int row = first_row + place.row_of(i);
       if (lane % 4 == 0 && row < params.rows) {
         params.lse[(static_cast<std::int64_t>(batch) * params.heads + head) * params.rows + row] =
             empty ? -INFINITY : kLn2 * (row_max[i] * params.score.multiplier + log2f(sum));
@@ -223,14 +226,15 @@ struct ForwardBlock {
 #pragma unroll
       for (int n = 0; n < kDimTiles; ++n) {
         const float* pair = &sums[i / 2][n][2 * (i % 2)];
-        store_shared(queries.piece(row_of(i), n) + 4 * (lane % 4), pack<Element>(pair[0] * inverse, pair[1] * inverse));
+        store_shared(queries.piece(place.row_of(i), n) + 4 * (lane % 4),
+                     pack<Element>(pair[0] * inverse, pair[1] * inverse));
       }
     }
     __syncwarp();  // the warp's queries, and now results, are its own
     auto* base =
         static_cast<std::uint16_t*>(params.out.data) + batch * params.out.batch_stride + head * params.out.head_stride;
     for (int index = lane; index < Config::kWarpRows * Tile::kPieces; index += 32) {
-      const int row = warp * Config::kWarpRows + index / Tile::kPieces, piece = index % Tile::kPieces;
+      const int row = warp_row() + index / Tile::kPieces, piece = index % Tile::kPieces;
       if (first_row + row >= params.rows) continue;
       std::uint32_t words[4];
       load_shared_16(words, queries.piece(row, piece));
@@ -239,52 +243,48 @@ struct ForwardBlock {
   }
 
   __device__ void run_dense() {
-    const int last_row = min(first_row + Config::kRows, params.rows) - 1;
-    const int limit = causal_limit(params.visibility, existing, last_row);
+    const int first_row = shared.first_row, last_row = min(first_row + Config::kRows, params.rows) - 1;
+    const int limit = causal_limit(params.visibility, shared.existing, last_row);
     // Tiles from here on hold keys that some row must not see.
-    const int first_limit = causal_limit(params.visibility, existing, first_row);
+    const int first_limit = causal_limit(params.visibility, shared.existing, first_row);
     load_queries();
     // From the last to the first, so that those with hidden keys come first.
     int tile = (limit + kTileKeys - 1) / kTileKeys - 1;
-    if (tile >= 0) load_tile(keys, params.key, tile);
+    if (tile >= 0) load_tile(keys, shared.keys, tile, 0);
+    if (tile >= 0) load_key_bias(tile);
     commit_copies();
     for (; tile >= 0; --tile) {
+      const TokenRows value_rows = shared.values;  // read while the block waits
       wait_copies<0>();
       __syncthreads();
-      load_tile(values, params.value, tile);
+      load_tile(values, value_rows, tile, 0);
       commit_copies();
       multiply_keys();
       if (params.score.transforms) transform_scores(tile);
       if ((tile + 1) * kTileKeys > first_limit) hide_tile(tile);
+      const TokenRows key_rows = shared.keys;
       wait_copies<0>();
       __syncthreads();
-      if (tile > 0) load_tile(keys, params.key, tile - 1);
+      if (tile > 0) load_tile(keys, key_rows, tile - 1, 0);
       commit_copies();
       softmax();
-      multiply_values();
+      multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
+      if (tile > 0) load_key_bias(tile - 1);
     }
     wait_copies<0>();
     store();
   }
 
-  __device__ int next_planned() {
-    constexpr std::uint32_t kBlockUnits = (1u << (Config::kRows / kUnitRows)) - 1;
-    return planned.next(params.plan, recomputed(chunk),
-                        kBlockUnits << (recomputed(first_row) % kChunkRows / kUnitRows));
-  }
-  __device__ typename Tiles::InFlight request_facts(int tile, int buffer) {
-    return planned.template request_facts<Element>(params, tile, buffer, existing);
-  }
-  __device__ void make_facts(const typename Tiles::InFlight& flight, int tile, int buffer) {
-    planned.make_facts(params.visibility, flight, tile, buffer, existing, first_row);
+  __device__ int next_planned(int* place) {
+    return planned.next(params.plan, shared.chunk, units_of_block<Config::kRows>(shared.first_row), place);
   }
 
   // Whether the warp's rows see any of the tile's keys, and whether they see all.
   __device__ void look_at_words(const Facts& facts, bool* any, bool* all) const {
-    const std::uint32_t warp_rows = Config::kWarpRows == 32 ? ~0u : 0xffffu << (warp * 16 % kWordRows);
+    const std::uint32_t warp_rows = Config::kWarpRows == 32 ? ~0u : 0xffffu << (warp_row() % kWordRows);
     std::uint32_t some = 0, every = ~0u;
 #pragma unroll
-    for (int key = lane; key < kTileKeys; key += 32) {
+    for (int key = static_cast<int>(threadIdx.x) % 32; key < kTileKeys; key += 32) {
       some |= warp_words(facts)[key];
       every &= warp_words(facts)[key];
     }
@@ -293,30 +293,20 @@ struct ForwardBlock {
   }
 
   __device__ void run_planned() {
-    planned.template start<Element, kRowBias>(params, chunk, batch, head, first_row);
+    planned.template start<Element, kRowBias>(params, shared.chunk, shared.batch, shared.head, shared.first_row);
     load_queries();
     // Tiles this far ahead of the one that is computed.
-    int tile = next_planned();
-    int ahead = tile < 0 ? -1 : next_planned();
-    int far_ahead = ahead < 0 ? -1 : next_planned();
-    planned.request_index(params.plan, chunk, tile, 0);
-    planned.request_index(params.plan, chunk, ahead, 1);
-    commit_copies();
-    wait_copies<0>();
-    typename Tiles::InFlight flight = request_facts(tile, 0);
-    commit_copies();
-    wait_copies<0>();
-    make_facts(flight, tile, 0);
-    flight = request_facts(ahead, 1);
-    __syncthreads();
-    planned.request_index(params.plan, chunk, far_ahead, 0);
-    if (tile >= 0) load_tile(keys, params.key, 0);
+    int place = 0;
+    int tile = next_planned(&place), ahead = next_planned(&place), far_ahead = next_planned(&place);
+    typename Tiles::InFlight flight = planned.template make_first_facts<Element>(
+        params, shared.chunk, tile, ahead, far_ahead, shared.existing, shared.first_row);
+    if (tile >= 0) load_tile(keys, shared.keys, tile, 0);
     commit_copies();
     for (int buffer = 0; tile >= 0; buffer ^= 1) {
       const Facts& facts = planned.facts[buffer];
       wait_copies<0>();
       __syncthreads();
-      load_tile(values, params.value, buffer);
+      load_tile(values, shared.values, tile, buffer);
       commit_copies();
       bool sees_any = true, sees_all = true;
       if (!is_full(tile)) look_at_words(facts, &sees_any, &sees_all);
@@ -324,24 +314,24 @@ struct ForwardBlock {
         multiply_keys();
         if (params.score.transforms) transform_scores(buffer);
         if (!sees_all) {
+          const Place place;
           hide_by_words(
-              scores, warp_words(facts), warp * Config::kWarpRows % kWordRows, [&](int n) { return column_of(n); },
-              -INFINITY);
+              scores, warp_words(facts), warp_row() % kWordRows, [&](int n) { return place.column_of(n); }, -INFINITY);
         }
       }
-      make_facts(flight, ahead, buffer ^ 1);
+      planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, shared.existing, shared.first_row);
       wait_copies<0>();
       __syncthreads();
       tile = ahead;
       ahead = far_ahead;
-      if (tile >= 0) load_tile(keys, params.key, buffer ^ 1);
-      flight = request_facts(ahead, buffer);
-      far_ahead = ahead < 0 ? -1 : next_planned();
-      planned.request_index(params.plan, recomputed(chunk), far_ahead, buffer ^ 1);
+      far_ahead = next_planned(&place);
+      if (tile >= 0) load_tile(keys, shared.keys, tile, buffer ^ 1);
+      flight = planned.template request_facts<Element>(params, ahead, shared.existing);
+      planned.request_index(params.plan, shared.chunk, far_ahead);
       commit_copies();
       if (sees_any) {
         softmax();
-        multiply_values();
+        multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
       }
     }
     wait_copies<0>();
@@ -349,18 +339,18 @@ struct ForwardBlock {
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
-__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlanned, kRowBias>::kThreads,
-                                  ForwardConfig<kHeadDim, kPlanned, kRowBias>::kBlocksPerProcessor)
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>::kThreads,
+                                  ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>::kBlocksPerProcessor)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-  using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias>;
+  using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const int row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
   const int pair = static_cast<int>(blockIdx.x / static_cast<unsigned>(row_tiles));
   // Under the causal rule the last rows see the most: they start first.
   const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(row_tiles));
-  ForwardBlock<Element, kHeadDim, kPlanned, kRowBias> block(params, pair / params.heads, pair % params.heads,
-                                                            row_tile * Config::kRows, shared);
+  ForwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow> block(params, pair / params.heads, pair % params.heads,
+                                                                     row_tile * Config::kRows, shared);
   if constexpr (kPlanned) {
     block.run_planned();
   } else {

@@ -108,10 +108,10 @@ cudaError_t row_facts_of(const BackwardProblem& problem, std::int64_t padded_row
 
 // One block a tile of rows, in the order in which backward_kernel's threads left their registers; through shared
 // memory, so that whole rows are written.
-template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads)
+template <typename Element, int kHeadDim, bool kNarrow>
+__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
     query_gradient_kernel(const __grid_constant__ BackwardProblem problem, const float* sums) {
-  using Config = BackwardConfig<kHeadDim>;
+  using Config = BackwardConfig<kHeadDim, kNarrow>;
   using Tile = SharedTile<kHeadDim>;
   constexpr int kQueryRows = Config::kRows / Config::kQueryRowWarps;
   constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
@@ -150,11 +150,11 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads)
   }
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, bool kNarrow>
 cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
-  using Config = BackwardConfig<kHeadDim>;
+  using Config = BackwardConfig<kHeadDim, kNarrow>;
   const std::int64_t tiles = (problem.rows + Config::kRows - 1) / Config::kRows * problem.heads * problem.batch;
-  query_gradient_kernel<Element, kHeadDim>
+  query_gradient_kernel<Element, kHeadDim, kNarrow>
       <<<static_cast<unsigned>(tiles), Config::kThreads, 0, stream>>>(problem, sums);
   return cudaGetLastError();
 }
@@ -165,15 +165,26 @@ struct ColoredSums {
   std::int64_t rows;
   int stride, width;  // a row has `width` columns, and begins `stride` after the last
   int colors;
+  // Rows are (batches, keys, heads); those of `stored` heads (batches, heads) are left out. Null: none.
+  const std::uint8_t* stored = nullptr;
+  std::int64_t batch_rows = 0;
+  int heads = 1;
 
   __host__ __device__ std::int64_t color_stride() const { return rows * stride; }
+  // Index: an unsigned integer that holds all rows; 64-bit divisions are slow.
+  template <typename Index>
+  __device__ bool leaves_out(Index row) const {
+    return stored[row / static_cast<Index>(batch_rows) * static_cast<Index>(heads) + row % static_cast<Index>(heads)] !=
+           0;
+  }
 };
 
 template <typename Element>
-__global__ void round_kernel(ColoredSums sums, Element* result) {
+__global__ void round_kernel(const __grid_constant__ ColoredSums sums, Element* result) {
   const std::int64_t count = sums.rows * sums.width;
   for (std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < count;
        index += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    if (sums.stored != nullptr && sums.leaves_out(static_cast<std::uint64_t>(index / sums.width))) continue;
     const float* place = sums.sums + index / sums.width * sums.stride + index % sums.width;
     float sum = 0;
     for (int color = 0; color < sums.colors; ++color) sum += place[color * sums.color_stride()];
@@ -183,9 +194,10 @@ __global__ void round_kernel(ColoredSums sums, Element* result) {
 
 // The same where nothing lies between rows, eight at a time.
 template <typename Element>
-__global__ void round_eight_kernel(ColoredSums sums, std::int64_t eights, uint4* result) {
+__global__ void round_eight_kernel(const __grid_constant__ ColoredSums sums, std::int64_t eights, uint4* result) {
   const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= eights) return;
+  if (sums.stored != nullptr && sums.leaves_out(static_cast<std::uint32_t>(index) / (sums.width / 8u))) return;
   float sum[8] = {};
   for (int color = 0; color < sums.colors; ++color) {
     const auto* place = reinterpret_cast<const float4*>(sums.sums + color * sums.color_stride()) + 2 * index;
@@ -202,7 +214,9 @@ template <typename Element>
 cudaError_t round_sums_to(const ColoredSums& sums, Element* result, cudaStream_t stream) {
   const std::int64_t eights = sums.rows * sums.width / 8, blocks = (eights + kThreads - 1) / kThreads;
   if constexpr (sizeof(Element) == 2) {
-    if (sums.stride == sums.width && sums.rows * sums.width % 8 == 0 &&
+    // With a width that is no multiple of eight, eight elements may belong to two rows.
+    const bool knows_rows = sums.stored == nullptr || (sums.width % 8 == 0 && eights <= 0xffffffff);
+    if (sums.stride == sums.width && sums.rows * sums.width % 8 == 0 && knows_rows &&
         reinterpret_cast<std::uintptr_t>(result) % 16 == 0 && blocks <= 0x7fffffff) {
       round_eight_kernel<Element>
           <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(sums, eights, reinterpret_cast<uint4*>(result));
@@ -244,13 +258,15 @@ __global__ void shared_bias_kernel(const __grid_constant__ BackwardProblem probl
 
 }  // namespace
 
-template <int kHeadDim>
+template <int kHeadDim, bool kNarrow>
 constexpr BackwardTiles tiles_of() {
-  return {BackwardConfig<kHeadDim>::kRows, BackwardConfig<kHeadDim>::kKeys};
+  return {BackwardConfig<kHeadDim, kNarrow>::kRows, BackwardConfig<kHeadDim, kNarrow>::kKeys};
 }
 
-BackwardTiles backward_tiles(int head_dim) {
-  return with_bucket(head_dim, [&]<int kHeadDim>() { return tiles_of<kHeadDim>(); });
+BackwardTiles backward_tiles(int head_dim, std::size_t shared_limit) {
+  return with_bucket(head_dim, [&]<int kHeadDim>() {
+    return is_narrow(shared_limit) ? tiles_of<kHeadDim, true>() : tiles_of<kHeadDim, false>();
+  });
 }
 
 cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
@@ -260,21 +276,32 @@ cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded
 }
 
 template <typename Element>
-cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
-  return with_bucket(problem.head_dim,
-                     [&]<int kHeadDim>() { return query_gradients_of<Element, kHeadDim>(problem, sums, stream); });
+cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
+                                      cudaStream_t stream) {
+  return with_bucket(problem.head_dim, [&]<int kHeadDim>() {
+    return is_narrow(shared_limit) ? query_gradients_of<Element, kHeadDim, true>(problem, sums, stream)
+                                   : query_gradients_of<Element, kHeadDim, false>(problem, sums, stream);
+  });
 }
 
-cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
-  return problem.dtype == DType::kBFloat16 ? query_gradients_by_bucket<__nv_bfloat16>(problem, sums, stream)
-                                           : query_gradients_by_bucket<__half>(problem, sums, stream);
+cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
+                                   cudaStream_t stream) {
+  return problem.dtype == DType::kBFloat16
+             ? query_gradients_by_bucket<__nv_bfloat16>(problem, shared_limit, sums, stream)
+             : query_gradients_by_bucket<__half>(problem, shared_limit, sums, stream);
 }
 
 cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, int colors,
-                                 const TokenView& gradient, cudaStream_t stream) {
-  const ColoredSums colored = {sums, problem.batch * problem.keys * problem.key_heads,
-                               bucket_of(static_cast<int>(problem.head_dim)), static_cast<int>(problem.head_dim),
-                               colors};
+                                 const std::uint8_t* stored, const TokenView& gradient, cudaStream_t stream) {
+  const std::int64_t batch_rows = problem.keys * problem.key_heads;
+  const ColoredSums colored = {.sums = sums,
+                               .rows = problem.batch * batch_rows,
+                               .stride = bucket_of(static_cast<int>(problem.head_dim)),
+                               .width = static_cast<int>(problem.head_dim),
+                               .colors = colors,
+                               .stored = stored,
+                               .batch_rows = batch_rows,
+                               .heads = static_cast<int>(problem.key_heads)};
   return round_sums(colored, problem.dtype, gradient.data, stream);
 }
 

@@ -26,19 +26,21 @@ cudaError_t launch_backward(const BackwardParams& params, bool planned, cudaStre
 template <typename Element, int kHeadDim>
 cudaError_t launch_query_backward(const BackwardParams& params, bool planned, cudaStream_t stream);
 
+// The backward's tiles: those of GPUs with little shared memory are narrow.
 struct BackwardTiles {
   int rows, keys;
 };
-BackwardTiles backward_tiles(int head_dim);
+BackwardTiles backward_tiles(int head_dim, std::size_t shared_limit);
 
 // Fills (B, H, `padded_rows`).
 cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
                              cudaStream_t stream);
 // dquery from the sums that launch_backward left.
-cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream);
-// dkey or dvalue from fp32 sums (colors, B, Sk, Hkv, bucket).
+cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
+                                   cudaStream_t stream);
+// dkey or dvalue from fp32 sums (colors, B, Sk, Hkv, bucket), except for heads that are `stored` (B, Hkv; null: none).
 cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, int colors,
-                                 const TokenView& gradient, cudaStream_t stream);
+                                 const std::uint8_t* stored, const TokenView& gradient, cudaStream_t stream);
 // dbias from fp32 sums of its shape.
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
                                   cudaStream_t stream);

@@ -21,70 +21,88 @@ cudaError_t launch_blocks(void (*kernel)(Params...), std::int64_t blocks, int th
   return cudaGetLastError();
 }
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow = false>
 cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {
-  using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias>;
+  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Config = typename Block::Config;
+  static_assert(!kNarrow || Block::kSharedBytes <= kLeastSharedBytes);
+  if constexpr (Block::kSharedBytes > kLeastSharedBytes) {
+    if (Block::kSharedBytes > params.shared_limit) {
+      return launch_forward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream);
+    }
+  }
   const std::int64_t row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
-  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias>, row_tiles * params.heads * params.batch,
-                       Config::kThreads, Config::kSharedBytes, stream, params);
+  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
+                       row_tiles * params.heads * params.batch, Config::kThreads, Block::kSharedBytes, stream, params);
 }
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
 cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t stream) {
-  using Config = BackwardConfig<kHeadDim>;
+  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Config = typename Block::Config;
+  static_assert(Block::kSharedBytes <= (kNarrow ? kLeastSharedBytes : kWideSharedBytes));
   std::int64_t tiles = params.takes_ranges ? (params.keys + Config::kKeys - 1) / Config::kKeys : 0;
   if (kPlanned) {
     tiles +=
         static_cast<std::int64_t>(params.plan.capacity / Config::kKeys) * (params.chunk_limit - params.first_chunk);
   }
-  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kRowBias>,
-                       tiles * params.batch * params.key_heads * params.splits, Config::kThreads, Config::kSharedBytes,
+  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
+                       tiles * params.batch * params.key_heads * params.splits, Config::kThreads, Block::kSharedBytes,
                        stream, params);
 }
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow = false>
 cudaError_t launch_query_backward_kernel(const BackwardParams& params, cudaStream_t stream) {
-  using Config = QueryBackwardConfig<kHeadDim, kPlanned>;
+  using Block = QueryBackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Config = typename Block::Config;
+  static_assert(!kNarrow || Block::kSharedBytes <= kLeastSharedBytes);
+  if constexpr (Block::kSharedBytes > kLeastSharedBytes) {
+    if (Block::kSharedBytes > params.shared_limit) {
+      return launch_query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream);
+    }
+  }
   const std::int64_t row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
   int shared_batches = 1, shared_heads = 1;
   if (kRowBias && params.dbias_sums != nullptr) {
     shared_batches = params.dbias.batches == 1 ? params.batch : 1;
     shared_heads = static_cast<int>(params.dbias.head_divisor);
   }
-  return launch_blocks(query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias>,
+  return launch_blocks(query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
                        row_tiles * (params.heads / shared_heads) * (params.batch / shared_batches), Config::kThreads,
-                       Config::kSharedBytes, stream, params, shared_batches, shared_heads);
+                       Block::kSharedBytes, stream, params, shared_batches, shared_heads);
 }
 
-// A bias with rows of its own takes registers that the others need: it has kernels of its own.
+// Calls `launch` with two constants: whether there is a plan, and whether the bias has rows of its own: that takes
+// registers which the others need.
+template <typename Launch>
+cudaError_t by_form(const AttentionParams& params, bool planned, Launch launch) {
+  if (params.bias_by_row) {
+    return planned ? launch.template operator()<true, true>() : launch.template operator()<false, true>();
+  }
+  return planned ? launch.template operator()<true, false>() : launch.template operator()<false, false>();
+}
+
 template <typename Element, int kHeadDim>
 cudaError_t launch_forward(const ForwardParams& params, bool planned, cudaStream_t stream) {
-  if (params.bias_by_row) {
-    return planned ? launch_forward_kernel<Element, kHeadDim, true, true>(params, stream)
-                   : launch_forward_kernel<Element, kHeadDim, false, true>(params, stream);
-  }
-  return planned ? launch_forward_kernel<Element, kHeadDim, true, false>(params, stream)
-                 : launch_forward_kernel<Element, kHeadDim, false, false>(params, stream);
+  return by_form(params, planned, [&]<bool kPlanned, bool kRowBias>() {
+    return launch_forward_kernel<Element, kHeadDim, kPlanned, kRowBias>(params, stream);
+  });
 }
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_backward(const BackwardParams& params, bool planned, cudaStream_t stream) {
-  if (params.bias_by_row) {
-    return planned ? launch_backward_kernel<Element, kHeadDim, true, true>(params, stream)
-                   : launch_backward_kernel<Element, kHeadDim, false, true>(params, stream);
-  }
-  return planned ? launch_backward_kernel<Element, kHeadDim, true, false>(params, stream)
-                 : launch_backward_kernel<Element, kHeadDim, false, false>(params, stream);
+  return by_form(params, planned, [&]<bool kPlanned, bool kRowBias>() {
+    return is_narrow(params.shared_limit)
+               ? launch_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream)
+               : launch_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, false>(params, stream);
+  });
 }
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_query_backward(const BackwardParams& params, bool planned, cudaStream_t stream) {
-  if (params.bias_by_row) {
-    return planned ? launch_query_backward_kernel<Element, kHeadDim, true, true>(params, stream)
-                   : launch_query_backward_kernel<Element, kHeadDim, false, true>(params, stream);
-  }
-  return planned ? launch_query_backward_kernel<Element, kHeadDim, true, false>(params, stream)
-                 : launch_query_backward_kernel<Element, kHeadDim, false, false>(params, stream);
+  return by_form(params, planned, [&]<bool kPlanned, bool kRowBias>() {
+    return launch_query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias>(params, stream);
+  });
 }
 
 }  // namespace flash_dmattn::internal::cuda

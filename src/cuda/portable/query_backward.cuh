@@ -11,40 +11,45 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
 struct QueryBackwardBlock {
-  using Config = QueryBackwardConfig<kHeadDim, kPlanned>;
+  using Config = QueryBackwardConfig<kHeadDim, kNarrow>;
   static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kMTiles = Config::kWarpRows / 16, kThreadRows = 2 * kMTiles;
   static constexpr int kNTiles = Config::kPartKeys / 8, kDimTiles = kHeadDim / 8;
   using Tile = SharedTile<kHeadDim>;
   using Tiles = PlannedTiles<kTileKeys, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
+  // What is the same for the whole block: registers are short.
+  struct Shared {
+    int batch, head, first_row, existing, chunk;
+    TokenRows keys, values;  // of the block's key head, from token 0 on
+  };
+  static constexpr std::size_t kSharedBytes =
+      Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
 
   const BackwardParams& params;
-  int batch, head, key_head, first_row, existing, chunk;
-  int warp, lane;
   Tile queries, output_gradients;
+  Shared& shared;
   Tiles& planned;  // only in a plan
   float scores[kMTiles][kNTiles][4], gradients[kMTiles][kNTiles][4];
   float sums[kMTiles][kDimTiles][4];
   RowFacts facts[kThreadRows];  // of the thread's rows
 
-  __device__ QueryBackwardBlock(const BackwardParams& params, int batch, int head, int first_row, unsigned char* shared)
+  __device__ QueryBackwardBlock(const BackwardParams& params, int batch, int head, int first_row, unsigned char* memory)
       : params(params),
-        batch(batch),
-        head(head),
-        key_head(head / params.group),
-        first_row(first_row),
-        existing(key_count(params.visibility, batch)),
-        chunk(kPlanned ? static_cast<int>(params.plan.first_chunk(batch, head)) + first_row / kChunkRows : 0),
-        warp(static_cast<int>(threadIdx.x) / 32),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        queries{shared_address(shared)},
+        queries{shared_address(memory)},
         output_gradients{queries.address + static_cast<std::uint32_t>(Config::kRowBytes)},
-        planned(*reinterpret_cast<Tiles*>(shared + 2 * Config::kRowBytes + Config::kStages * 2 * Config::kTileBytes)) {
-    static_assert(!kPlanned || sizeof(Tiles) <= Config::kPlanBytes);
-    clear(sums);
+        shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
+        planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
+    if (threadIdx.x == 0) {
+      shared.batch = batch, shared.head = head, shared.first_row = first_row;
+      shared.existing = key_count(params.visibility, batch);
+      shared.chunk = kPlanned ? static_cast<int>(params.plan.first_chunk(batch, head)) + first_row / kChunkRows : 0;
+      shared.keys = rows_of(params.key, batch, head / params.group, 0);
+      shared.values = rows_of(params.value, batch, head / params.group, 0);
+    }
+    __syncthreads();
   }
 
   __device__ Tile keys(int stage) const {
@@ -54,62 +59,95 @@ struct QueryBackwardBlock {
     return {keys(stage).address + static_cast<std::uint32_t>(Config::kTileBytes)};
   }
 
-  __device__ int row_of(int i) const { return warp * Config::kWarpRows + i * 8 + lane / 4; }
-  __device__ int column_of(int n) const { return n * 8 + 2 * (lane % 4); }
+  // The warp's first row within the block. Made anew wherever it is needed, as Place: kept, they would take registers.
+  __device__ static int warp_row() { return recomputed(static_cast<int>(threadIdx.x)) / 32 * Config::kWarpRows; }
 
-  __device__ void load_row_tiles() {
+  // Which scores are the thread's: pairs of neighbouring columns.
+  struct Place {
+    int row, column;  // the first
+
+    __device__ Place() {
+      const int thread = recomputed(static_cast<int>(threadIdx.x)), lane = thread % 32;
+      row = thread / 32 * Config::kWarpRows + lane / 4;
+      column = 2 * (lane % 4);
+    }
+    __device__ int row_of(int i) const { return row + i * 8; }
+    __device__ int column_of(int n) const { return column + n * 8; }
+  };
+
+  __device__ static const RowFacts* row_facts_of(const BackwardParams& params, const Shared& shared) {
     const std::int64_t padded_rows = (params.rows + params.row_tile - 1) / params.row_tile * params.row_tile;
-    const RowFacts* source = params.row_facts + (static_cast<std::int64_t>(batch) * params.heads + head) * padded_rows;
-    const auto facts_of = [&](int row) {
-      return first_row + row < params.rows ? source[first_row + row] : make_float2(INFINITY, 0);
-    };
+    return params.row_facts + (static_cast<std::int64_t>(shared.batch) * params.heads + shared.head) * padded_rows +
+           shared.first_row;
+  }
+
+  __device__ void read_row_facts() {
+    const Place place;
+    const RowFacts* source = row_facts_of(params, shared);
+    const int rows = params.rows - shared.first_row;
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) facts[i] = facts_of(row_of(i));
+    for (int i = 0; i < kThreadRows; ++i) {
+      facts[i] = place.row_of(i) < rows ? source[place.row_of(i)] : make_float2(INFINITY, 0);
+    }
+  }
+
+  // Once a block, and not inlined: among the rest it made the compiler keep the loop's registers in memory.
+  __device__ static __noinline__ void load_row_tiles(const BackwardParams& params, const Shared& shared, Tile queries,
+                                                     Tile output_gradients) {
+    const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
+    const RowFacts* source = row_facts_of(params, shared);
     const Tile tiles[] = {queries, output_gradients};
-    const TokenRows sources[] = {rows_of(params.query, head, first_row), rows_of(params.dout, head, first_row)};
+    const TokenRows sources[] = {rows_of(params.query, batch, head, first_row),
+                                 rows_of(params.dout, batch, head, first_row)};
     load_rows<Config::kRows, kHeadDim, Config::kThreads>(
-        tiles, sources, [&](int row) { return facts_of(row).x != INFINITY ? row : -1; }, params.head_dim,
+        static_cast<int>(threadIdx.x), tiles, sources,
+        [&](int row) { return first_row + row < params.rows && source[row].x != INFINITY ? row : -1; }, params.head_dim,
         params.aligned);
   }
 
-  __device__ TokenRows rows_of(const TokenView& tokens, int token_head, int first) const {
-    return {static_cast<const std::uint16_t*>(tokens.data) + recomputed(batch) * tokens.batch_stride +
-                recomputed(token_head) * tokens.head_stride + first * tokens.token_stride,
+  __device__ static TokenRows rows_of(const TokenView& tokens, int batch, int head, int first) {
+    return {static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
+                first * tokens.token_stride,
             tokens.token_stride};
   }
 
-  // `tile` is a buffer of facts in a plan, else the position.
-  __device__ int key_at(int tile, int place) const {
-    if constexpr (kPlanned) return planned.facts[tile].key[place];
-    const int key = tile * kTileKeys + place;
-    return key < existing ? key : -1;
+  // `position`: of the tile, or in a plan the buffer of its facts.
+  __device__ int key_at(int position, int place) const {
+    if constexpr (kPlanned) return planned.facts[position].key[place];
+    const int key = position * kTileKeys + place;
+    return key < shared.existing ? key : -1;
   }
 
-  __device__ void load_tile(int tile, int stage) const {
+  __device__ void load_tile(int tile, int position, int stage) const {
     const Tile tiles[] = {keys(stage), values(stage)};
-    const TokenRows sources[] = {rows_of(params.key, key_head, 0), rows_of(params.value, key_head, 0)};
+    const TokenRows sources[] = {shared.keys, shared.values};
+    const int first_key = kPlanned && is_direct(tile) ? planned.first_key(tile) : -1;
     load_rows<kTileKeys, kHeadDim, Config::kThreads>(
-        tiles, sources, [&](int row) { return key_at(tile, row); }, params.head_dim, params.aligned);
+        static_cast<int>(threadIdx.x), tiles, sources,
+        [&](int row) { return first_key >= 0 ? first_key + row : key_at(position, row); }, params.head_dim,
+        params.aligned);
   }
 
   __device__ void multiply_keys(int stage, int first_column) {
     clear(scores);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries, warp * Config::kWarpRows,
-                                                                             keys(stage), first_column);
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries, warp_row(), keys(stage),
+                                                                             first_column);
   }
 
-  __device__ void transform_scores(int tile, int first_column) {
+  __device__ void transform_scores(int position, int first_column) {
     scale_products(params.score, scores);
     const BroadcastView& bias = params.bias;
     if (!bias.defined()) return;
-    const std::int64_t offset = bias.offset(batch, head);
-    const auto key_of = [&](int n, int pair) { return key_at(tile, first_column + column_of(n) + pair); };
+    const Place place;
+    const std::int64_t offset = bias.offset(shared.batch, shared.head);
+    const auto key_of = [&](int n, int pair) { return key_at(position, first_column + place.column_of(n) + pair); };
     if constexpr (kRowBias) {
-      add_row_bias<Element>(bias, offset, params.rows, scores, [&](int i) { return first_row + row_of(i); }, key_of);
+      add_row_bias<Element>(
+          bias, offset, params.rows, scores, [&](int i) { return shared.first_row + place.row_of(i); }, key_of);
     } else {
       add_key_bias(scores, [&](int n) {
         if constexpr (kPlanned) {
-          return *reinterpret_cast<const float2*>(&planned.facts[tile].bias[first_column + column_of(n)]);
+          return *reinterpret_cast<const float2*>(&planned.facts[position].bias[first_column + place.column_of(n)]);
         }
         const auto read = [&](int key) {
           return key < 0 ? 0.0f : kLog2E * load_bias<Element>(bias, offset + key * bias.key_stride);
@@ -119,63 +157,66 @@ struct QueryBackwardBlock {
     }
   }
 
-  __device__ void hide(int tile, int first_column, bool full) {
-    const auto column = [&](int n) { return first_column + column_of(n); };
+  __device__ void hide(int position, int first_column, bool full) {
+    const Place place;
+    const auto column = [&](int n) { return first_column + place.column_of(n); };
     if constexpr (kPlanned) {
       if (full) return;
-      const int row = warp * Config::kWarpRows;
-      hide_by_words(scores, planned.facts[tile].words[row / kWordRows], row % kWordRows, column, -INFINITY);
+      const int row = warp_row();
+      hide_by_words(scores, planned.facts[position].words[row / kWordRows], row % kWordRows, column, -INFINITY);
     } else {
       const auto limit_of = [&](int i) {
-        return causal_limit(params.visibility, existing, first_row + row_of(i)) - tile * kTileKeys;
+        return causal_limit(params.visibility, shared.existing, shared.first_row + place.row_of(i)) -
+               position * kTileKeys;
       };
       if (limit_of(0) < kTileKeys) hide_past_limits(scores, limit_of, column, -INFINITY);
     }
   }
 
   // Adds to places that no other block adds to.
-  __device__ void add_bias_gradients(int tile, int first_column) const {
+  __device__ void add_bias_gradients(int position, int first_column) const {
+    const Place place;
     const BroadcastView& dbias = params.dbias;
-    float* place = params.dbias_sums + dbias.offset(batch, head);
+    float* target = params.dbias_sums + dbias.offset(shared.batch, shared.head);
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const int row = first_row + row_of(i);
+      const int row = shared.first_row + place.row_of(i);
       float sum = 0;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const int key = key_at(tile, first_column + column_of(n) + pair);
+          const int key = key_at(position, first_column + place.column_of(n) + pair);
           const float gradient = gradients[i / 2][n][2 * (i % 2) + pair];
           if (dbias.keys == 1) {
             sum += gradient;
           } else if (key >= 0 && row < params.rows) {
-            place[row * dbias.row_stride + key * dbias.key_stride] += gradient;
+            target[row * dbias.row_stride + key * dbias.key_stride] += gradient;
           }
         }
       if (dbias.keys != 1) continue;
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      if (lane % 4 == 0 && row < params.rows) place[row * dbias.row_stride] += sum;
+      if (place.column == 0 && row < params.rows) target[row * dbias.row_stride] += sum;
     }
   }
 
   // `full`: in a plan, every row sees every key.
-  __device__ void run_tile(int tile, int stage, bool full = false) {
+  __device__ void run_tile(int position, int stage, bool full = false) {
 #pragma unroll 1
     for (int first_column = 0; first_column < kTileKeys; first_column += Config::kPartKeys) {
-      run_part(tile, stage, first_column, full);
+      run_part(position, stage, first_column, full);
     }
   }
 
   // The keys of a tile from first_column on.
-  __device__ void run_part(int tile, int stage, int first_column, bool full) {
+  __device__ void run_part(int position, int stage, int first_column, bool full) {
     multiply_keys(stage, first_column);
-    if (params.score.transforms) transform_scores(tile, first_column);
-    hide(tile, first_column, full);
+    if (params.score.transforms) transform_scores(position, first_column);
+    hide(position, first_column, full);
     clear(gradients);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(
-        gradients, output_gradients, warp * Config::kWarpRows, values(stage), first_column);
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients, warp_row(),
+                                                                             values(stage), first_column);
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -187,7 +228,7 @@ struct QueryBackwardBlock {
           float& gradient = gradients[i / 2][n][at];
           gradient = probability == 0 ? 0 : probability * (gradient - facts[i].y);  // not NaN where nothing is seen
         }
-    if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(tile, first_column);
+    if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(position, first_column);
     if (params.score.softcap_log2 != 0) {
       // Once more, since the capped scores are gone: there are no registers to keep them in.
       multiply_keys(stage, first_column);
@@ -202,98 +243,58 @@ struct QueryBackwardBlock {
             gradients[m][n][i] *= 1 - ratio * ratio;
           }
     }
-    multiply_gradients(stage, first_column);
-  }
-
-  // sums += score gradients x keys
-  __device__ void multiply_gradients(int stage, int first_key) {
-    const int any_lane = recomputed(lane);
-    const std::uint32_t key_lane =
-        keys(stage).lane_address(first_key + row_major_lane_row(any_lane), row_major_lane_half(any_lane));
-#pragma unroll
-    for (int depth = 0; depth < Config::kPartKeys / 16; ++depth) {
-      std::uint32_t a[kMTiles][4];
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
-        const float(&left)[4] = gradients[m][2 * depth];
-        const float(&right)[4] = gradients[m][2 * depth + 1];
-        a[m][0] = pack<Element>(left[0], left[1]);
-        a[m][1] = pack<Element>(left[2], left[3]);
-        a[m][2] = pack<Element>(right[0], right[1]);
-        a[m][3] = pack<Element>(right[2], right[3]);
-      }
-#pragma unroll
-      for (int pair = 0; pair < kDimTiles / 2; ++pair) {
-        std::uint32_t b[4];
-        load_matrices_transposed(b, Tile::column_block(key_lane, pair) + depth * 16 * Tile::kRowBytes);
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-          multiply<Element>(sums[m][2 * pair], a[m], b[0], b[1]);
-          multiply<Element>(sums[m][2 * pair + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
+    multiply_sums<Element>(sums, gradients, keys(stage), first_column);
   }
 
   __device__ void run_dense() {
-    const int last_row = min(first_row + Config::kRows, params.rows) - 1;
-    const int tiles = (causal_limit(params.visibility, existing, last_row) + kTileKeys - 1) / kTileKeys;
-    if (tiles > 0) load_tile(0, 0);
+    const int last_row = min(shared.first_row + Config::kRows, params.rows) - 1;
+    const int tiles = (causal_limit(params.visibility, shared.existing, last_row) + kTileKeys - 1) / kTileKeys;
+    if (tiles > 0) load_tile(0, 0, 0);
     commit_copies();
+    clear(sums);
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = Config::kStages == 2 ? tile % 2 : 0;
       wait_copies<0>();
       __syncthreads();
-      if (Config::kStages == 2 && tile + 1 < tiles) load_tile(tile + 1, stage ^ 1);
+      if (Config::kStages == 2 && tile + 1 < tiles) load_tile(tile + 1, tile + 1, stage ^ 1);
       commit_copies();
       run_tile(tile, stage);
       if (Config::kStages == 1) {
         __syncthreads();
-        if (tile + 1 < tiles) load_tile(tile + 1, 0);
+        if (tile + 1 < tiles) load_tile(tile + 1, tile + 1, 0);
         commit_copies();
       }
     }
   }
 
-  __device__ int next_planned() {
-    constexpr std::uint32_t kBlockUnits = (1u << (Config::kRows / kUnitRows)) - 1;
-    return planned.next(params.plan, recomputed(chunk),
-                        kBlockUnits << (recomputed(first_row) % kChunkRows / kUnitRows));
+  __device__ int next_planned(int* place) {
+    return planned.next(params.plan, shared.chunk, units_of_block<Config::kRows>(shared.first_row), place);
   }
 
-  // As in forward.cuh: indices three tiles ahead, facts two, words one.
+  // As in forward.cuh.
   __device__ void run_planned() {
-    planned.template start<Element, kRowBias>(params, chunk, batch, head, first_row);
-    int tile = next_planned();
-    int ahead = tile < 0 ? -1 : next_planned();
-    int far_ahead = ahead < 0 ? -1 : next_planned();
-    planned.request_index(params.plan, chunk, tile, 0);
-    planned.request_index(params.plan, chunk, ahead, 1);
+    planned.template start<Element, kRowBias>(params, shared.chunk, shared.batch, shared.head, shared.first_row);
+    int place = 0;
+    int tile = next_planned(&place), ahead = next_planned(&place), far_ahead = next_planned(&place);
+    typename Tiles::InFlight flight = planned.template make_first_facts<Element>(
+        params, shared.chunk, tile, ahead, far_ahead, shared.existing, shared.first_row);
+    if (tile >= 0) load_tile(tile, 0, 0);
     commit_copies();
-    wait_copies<0>();
-    auto flight = planned.template request_facts<Element>(params, tile, 0, existing);
-    commit_copies();
-    wait_copies<0>();
-    planned.make_facts(params.visibility, flight, tile, 0, existing, first_row);
-    flight = planned.template request_facts<Element>(params, ahead, 1, existing);
-    __syncthreads();
-    planned.request_index(params.plan, chunk, far_ahead, 0);
-    if (tile >= 0) load_tile(0, 0);
-    commit_copies();
+    clear(sums);
     for (int buffer = 0; tile >= 0; buffer ^= 1) {
       const int stage = Config::kStages == 2 ? buffer : 0;
       wait_copies<0>();
-      planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, existing, first_row);
+      planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, shared.existing, shared.first_row);
       __syncthreads();
-      if (Config::kStages == 2 && ahead >= 0) load_tile(buffer ^ 1, stage ^ 1);
-      flight = planned.template request_facts<Element>(params, far_ahead, buffer, existing);
-      const int next = far_ahead < 0 ? -1 : next_planned();
-      planned.request_index(params.plan, recomputed(chunk), next, buffer ^ 1);
+      const int next = next_planned(&place);
+      if (Config::kStages == 2 && ahead >= 0) load_tile(ahead, buffer ^ 1, stage ^ 1);
+      flight = planned.template request_facts<Element>(params, far_ahead, shared.existing);
+      planned.request_index(params.plan, shared.chunk, next);
       commit_copies();
       run_tile(buffer, stage, is_full(tile));
       __syncthreads();
       if (Config::kStages == 1) {
-        if (ahead >= 0) load_tile(buffer ^ 1, 0);
+        if (ahead >= 0) load_tile(ahead, buffer ^ 1, 0);
         commit_copies();
       }
       tile = ahead;
@@ -303,20 +304,23 @@ struct QueryBackwardBlock {
   }
 
   __device__ void store() const {
-    const std::uint32_t lane_bytes = 4 * (lane % 4);
+    const Place place;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
+    const std::uint32_t lane_bytes = 2 * place.column;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
       for (int n = 0; n < kDimTiles; ++n) {
         const float* pair = &sums[i / 2][n][2 * (i % 2)];
-        store_shared(queries.piece(row_of(i), n) + lane_bytes,
+        store_shared(queries.piece(place.row_of(i), n) + lane_bytes,
                      pack<Element>(pair[0] * params.scale, pair[1] * params.scale));
       }
     __syncwarp();  // a warp's queries, and now results, are its own
     auto* base = static_cast<std::uint16_t*>(params.dquery.data) + batch * params.dquery.batch_stride +
                  head * params.dquery.head_stride;
     for (int index = lane; index < Config::kWarpRows * Tile::kPieces; index += 32) {
-      const int row = warp * Config::kWarpRows + index / Tile::kPieces, piece = index % Tile::kPieces;
+      const int row = warp_row() + index / Tile::kPieces, piece = index % Tile::kPieces;
       if (first_row + row >= params.rows) continue;
       std::uint32_t words[4];
       load_shared_16(words, queries.piece(row, piece));
@@ -325,7 +329,8 @@ struct QueryBackwardBlock {
   }
 
   __device__ void run() {
-    load_row_tiles();
+    read_row_facts();
+    load_row_tiles(params, shared, queries, output_gradients);
     commit_copies();
     if constexpr (kPlanned) {
       run_planned();
@@ -340,20 +345,24 @@ struct QueryBackwardBlock {
 
 // One block a tile of rows of a head; with a bias gradient that several heads or batch elements share, it takes them
 // one after another, as it alone owns its rows of that gradient.
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias>
-__global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kPlanned>::kThreads,
-                                  QueryBackwardConfig<kHeadDim, kPlanned>::kBlocksPerProcessor)
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+__global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kNarrow>::kThreads,
+                                  QueryBackwardConfig<kHeadDim, kNarrow>::kBlocksPerProcessor)
     query_backward_kernel(const __grid_constant__ BackwardParams params, int shared_batches, int shared_heads) {
-  using Config = QueryBackwardConfig<kHeadDim, kPlanned>;
+  using Config = QueryBackwardConfig<kHeadDim, kNarrow>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const int row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
   const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(row_tiles));
   const int owner = static_cast<int>(blockIdx.x / static_cast<unsigned>(row_tiles));
+  using Block = QueryBackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  if constexpr (!kRowBias) {
+    Block(params, owner / params.heads, owner % params.heads, row_tile * Config::kRows, shared).run();
+    return;
+  }
   const int head_owners = params.heads / shared_heads;
   for (int batch = owner / head_owners * shared_batches, batches = shared_batches; batches > 0; ++batch, --batches) {
     for (int head = owner % head_owners * shared_heads, heads = shared_heads; heads > 0; ++head, --heads) {
-      QueryBackwardBlock<Element, kHeadDim, kPlanned, kRowBias>(params, batch, head, row_tile * Config::kRows, shared)
-          .run();
+      Block(params, batch, head, row_tile * Config::kRows, shared).run();
       __syncthreads();
     }
   }

@@ -8,24 +8,23 @@
 namespace flash_dmattn::internal::cuda {
 
 // As in the forward, a warp owns 32 rows where registers allow, so that a fragment of keys serves two products. Scores
-// of a tile are made in parts, since they and their gradients take registers at the same time.
-template <int kHeadDimBucket, bool kPlanned>
+// of a tile are made in parts, since they and their gradients take registers at the same time. kNarrow: for GPUs with
+// kLeastSharedBytes of shared memory.
+template <int kHeadDimBucket, bool kNarrow>
 struct QueryBackwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
   static constexpr int kWarpRows = kHeadDim <= 128 ? 32 : 16;
-  static constexpr int kWarps = 4;
+  static constexpr int kWarps = kNarrow ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = kWarpRows * kWarps;
   static constexpr int kTileKeys = kListTile;
-  static constexpr int kPartKeys = 32;
+  static constexpr int kPartKeys = kHeadDim == 128 ? 16 : 32;
   static constexpr int kWords = kRows / kWordRows;
   static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;  // tiles of keys and values on their way
   static constexpr int kBlocksPerProcessor = kHeadDim <= 128 ? 2 : 1;
   static constexpr std::size_t kRowBytes = std::size_t{kRows} * kHeadDim * 2;
   static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
-  static constexpr std::size_t kPlanBytes =
-      40 + std::size_t{kTileKeys} * 4 * (2 * (kWords + 2) + kWords + 4) + 16 * kWarps + 8;
-  static constexpr std::size_t kSharedBytes = 2 * kRowBytes + kStages * 2 * kTileBytes + (kPlanned ? kPlanBytes : 0);
+  static constexpr std::size_t kTileSharedBytes = 2 * kRowBytes + kStages * 2 * kTileBytes;
 };
 
 }  // namespace flash_dmattn::internal::cuda

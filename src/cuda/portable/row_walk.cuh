@@ -5,6 +5,7 @@
 
 #include "cuda/params.h"
 #include "cuda/plan/device_plan.h"
+#include "cuda/plan/visibility.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -18,7 +19,8 @@ struct KeyBlock {
   int color;                                  // of the sums it adds to
 };
 
-// Head by head, the tiles of kRows rows that see any of a block's kKeys keys.
+// Head by head, the tiles of kRows rows that see any of a block's kKeys keys. Lies in shared memory and is walked by
+// one warp, all lanes together.
 template <int kRows, int kKeys, bool kPlanned>
 struct RowWalk {
   // A query head and a tile of rows.
@@ -29,40 +31,71 @@ struct RowWalk {
     __device__ int first_row() const { return row_tile * kRows; }
   };
 
-  int head, position;   // dense: the next tile of rows; planned: the chunk
-  std::uint32_t units;  // planned: what is left of the chunk
-  std::uint32_t full;   // planned: those units that see all of the block's keys
+  // Dense: `position` is the next tile of rows. Planned: the chunks from `position` on were looked at together, a lane
+  // each; bits of `chunks` and of `tiles` say which of them, and which tiles of the last one taken, are left.
+  struct State {
+    int head, position;
+    std::uint32_t chunks, chunk, tiles, full;
+  };
+  State state;
+  std::uint32_t seen_chunks;                      // of the 32 chunks at `position`, those that see any of the keys
+  std::uint32_t chunk_tiles[32], chunk_full[32];  // a bit a tile of kRows rows: sees some, or all, of the keys
 
   // `existing`: key_count of the block's batch element.
   __device__ void start(const BackwardParams& params, const KeyBlock& block, int existing) {
-    *this = {block.first_head, kPlanned ? block.first_chunk - 1 : first_row_tile(params, block, existing), 0, 0};
+    if constexpr (kPlanned) {
+      look_at_chunks(params, block, block.first_chunk);
+      if (threadIdx.x == 0) state = {block.first_head, block.first_chunk, seen_chunks, 0, 0, 0};
+    } else {
+      if (threadIdx.x == 0) state = {block.first_head, first_row_tile(params, block, existing), 0, 0, 0, 0};
+    }
+    __syncwarp();
   }
 
   __device__ Step next(const BackwardParams& params, const KeyBlock& block, int existing) {
-    if constexpr (!kPlanned) {
-      if (position >= row_tiles(params)) {
-        position = first_row_tile(params, block, existing);
-        ++head;
-      }
-      if (head >= block.end_head || position >= row_tiles(params)) return {0, -1, false};
-      return {head, position++, false};
-    } else {
-      constexpr int kTileUnits = kRows / kUnitRows;
-      while (units == 0) {
-        if (++position >= block.end_chunk) {
-          if (++head >= block.end_head) return {0, -1, false};
-          position = block.first_chunk;
-        }
-        look_at_chunk(params, block);
-      }
-      const int tile = (__ffs(static_cast<int>(units)) - 1) / kTileUnits;
-      const std::uint32_t tile_units = ((1u << kTileUnits) - 1) << (tile * kTileUnits);
-      units &= ~tile_units;
-      return {head, position * (kChunkRows / kRows) + tile, (full & tile_units) == tile_units};
-    }
+    State at = state;
+    __syncwarp();
+    const Step step = kPlanned ? next_planned(params, block, at) : next_dense(params, block, existing, at);
+    if (threadIdx.x == 0) state = at;
+    __syncwarp();
+    return step;
   }
 
  private:
+  __device__ static Step next_dense(const BackwardParams& params, const KeyBlock& block, int existing, State& at) {
+    if (at.position >= row_tiles(params)) {
+      at.position = first_row_tile(params, block, existing);
+      ++at.head;
+    }
+    if (at.head >= block.end_head || at.position >= row_tiles(params)) return {0, -1, false};
+    return {at.head, at.position++, false};
+  }
+
+  __device__ Step next_planned(const BackwardParams& params, const KeyBlock& block, State& at) {
+    while (at.tiles == 0) {
+      if (at.chunks == 0) {
+        if (at.head >= block.end_head) return {0, -1, false};
+        const int looked_at = at.position;
+        at.position += 32;
+        if (at.position >= block.end_chunk) {
+          at.position = block.first_chunk;
+          if (++at.head >= block.end_head) return {0, -1, false};
+        }
+        if (at.position != looked_at) look_at_chunks(params, block, at.position);
+        at.chunks = seen_chunks;
+        if (at.chunks == 0) continue;
+      }
+      const int bit = __ffs(static_cast<int>(at.chunks)) - 1;
+      at.chunks &= at.chunks - 1;
+      at.chunk = at.position + bit;
+      at.tiles = chunk_tiles[bit];
+      at.full = chunk_full[bit];
+    }
+    const int tile = __ffs(static_cast<int>(at.tiles)) - 1;
+    at.tiles &= at.tiles - 1;
+    return {at.head, static_cast<int>(at.chunk) * (kChunkRows / kRows) + tile, (at.full >> tile & 1) != 0};
+  }
+
   __device__ static int row_tiles(const BackwardParams& params) { return (params.rows + kRows - 1) / kRows; }
 
   // Dense: the first tile of rows that sees any of the block's keys.
@@ -73,24 +106,50 @@ struct RowWalk {
     return min(max(0, first_key - (existing - params.rows)) / kRows, row_tiles(params));
   }
 
-  // Notes the units of the chunk at `position` that see the block's keys.
-  __device__ void look_at_chunk(const BackwardParams& params, const KeyBlock& block) {
-    constexpr int kListTiles = kKeys / kListTile;
-    const int plan_chunk = block.plan_chunk + position - block.first_chunk;
-    int tile = block.tile * kListTiles;
-    if (!block.listed) {
-      const ChunkKeys chunk_keys = params.plan.chunks[plan_chunk];
-      if (chunk_keys.first < 0) return;
-      tile -= chunk_keys.first / kListTile;
-    }
-    const std::int64_t entry = static_cast<std::int64_t>(plan_chunk) * params.plan.tiles;
-    full = ~0u;
+  // Bits of units to bits of tiles: those with any unit (kAll: all units) set.
+  template <bool kAll>
+  __device__ static std::uint32_t tiles_of_units(std::uint32_t units) {
+    constexpr int kUnits = kRows < kUnitRows ? 1 : kRows / kUnitRows,
+                  kTiles = kRows < kUnitRows ? kUnitRows / kRows : 1;
+    constexpr std::uint32_t kUnitMask = (1u << kUnits) - 1, kTileMask = (1u << kTiles) - 1;
+    std::uint32_t tiles = 0;
 #pragma unroll
-    for (int part = 0; part < kListTiles; ++part) {
-      const bool exists = tile + part >= 0 && tile + part < params.plan.tiles;
-      units |= exists ? params.plan.tile_units[entry + tile + part] : 0;
-      full &= exists ? params.plan.tile_full[entry + tile + part] : 0;
+    for (int i = 0; i < kChunkUnits / kUnits; ++i) {
+      const std::uint32_t bits = units >> (i * kUnits) & kUnitMask;
+      if (kAll ? bits == kUnitMask : bits != 0) tiles |= kTileMask << (i * kTiles);
     }
+    return tiles;
+  }
+
+  // Of 32 chunks, a lane each.
+  __device__ void look_at_chunks(const BackwardParams& params, const KeyBlock& block, int first_chunk) {
+    constexpr int kListTiles = kKeys < kListTile ? 1 : kKeys / kListTile;
+    const int lane = static_cast<int>(threadIdx.x) % 32, chunk = first_chunk + lane;
+    const std::int64_t plan_chunk = static_cast<std::int64_t>(block.plan_chunk) + chunk - block.first_chunk;
+    std::uint32_t units = 0, full = 0;
+    if (chunk < block.end_chunk) {
+      int tile = block.tile * kKeys / kListTile;
+      const ChunkKeys chunk_keys = block.listed ? ChunkKeys{0, 0} : params.plan.chunks[plan_chunk];
+      if (chunk_keys.first >= 0) {
+        tile -= chunk_keys.first / kListTile;
+        full = ~0u;
+#pragma unroll
+        for (int part = 0; part < kListTiles; ++part) {
+          const bool exists = tile + part >= 0 && tile + part < params.plan.tiles;
+          const std::int64_t entry = plan_chunk * params.plan.tiles + tile + part;
+          units |= exists ? params.plan.tile_units[entry] : 0;
+          full &= exists ? params.plan.tile_full[entry] : 0;
+        }
+      }
+    }
+    std::uint32_t tiles = tiles_of_units<false>(units);
+    // Rows of a unit may end before its last tile does.
+    if (kRows < kUnitRows) tiles &= bit_range(0, row_tiles(params) - chunk * (kChunkRows / kRows));
+    chunk_tiles[lane] = tiles;
+    chunk_full[lane] = tiles_of_units<true>(full);
+    const std::uint32_t seen = __ballot_sync(~0u, tiles != 0);
+    if (lane == 0) seen_chunks = seen;
+    __syncwarp();
   }
 };
 

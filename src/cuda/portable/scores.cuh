@@ -15,15 +15,34 @@ namespace flash_dmattn::internal::cuda {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// tanh from one exp2: within 2^-22 of the true value, where tanh.approx is off by 2^-11.
-__device__ inline float tanh_of_scaled(float twice_log2) {
-  return 1.0f - __fdividef(2.0f, exp2_fast(twice_log2) + 1.0f);
+// tanh of x / (2 log2(e)), four at a time: more would take registers that the kernels do not have, and the compiler is
+// kept from mixing them. One exp2 and one division are within 2^-22 of the true value (tanh.approx: 2^-11); near 0,
+// where that is a large part of it, Taylor's series is.
+__device__ inline void tanh_of_scaled(float (&x)[4]) {
+  constexpr float kSeriesEnds = 0.2f, kUnscale = 0.5f * kLn2;
+  float exponential[4], inverse[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential[i]) : "f"(x[i]));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse[i]) : "f"(exponential[i] + 1));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float t = x[i] * kUnscale, square = t * t;
+    const float series = t * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1.0f);
+    x[i] = fabsf(t) < kSeriesEnds ? series : 1 - 2 * inverse[i];
+  }
 }
 
 template <typename Element>
 __device__ inline float load_bias(const BroadcastView& bias, std::int64_t offset) {
   if (bias.dtype == DType::kFloat32) return static_cast<const float*>(bias.data)[offset];
   return static_cast<float>(static_cast<const Element*>(bias.data)[offset]);
+}
+
+// Asks for what load_bias will read.
+__device__ inline void prefetch_bias(const BroadcastView& bias, std::int64_t offset) {
+  const auto* place = static_cast<const unsigned char*>(bias.data) + offset * (bias.dtype == DType::kFloat32 ? 4 : 2);
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(place));
 }
 
 // Makes scores of products, in units of log2, bias aside.
@@ -40,9 +59,11 @@ __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMT
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
+    for (int n = 0; n < kNTiles; ++n) {
+      tanh_of_scaled(scores[m][n]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[m][n][i] = rule.softcap_log2 * tanh_of_scaled(scores[m][n][i]);
+      for (int i = 0; i < 4; ++i) scores[m][n][i] *= rule.softcap_log2;
+    }
 }
 
 // Adds a bias that differs by row. row_of(i) is the thread's row i of the problem, key_of(n, pair) the key of a column,

@@ -15,9 +15,6 @@ struct RowShares {
   static constexpr int kThreadsPerRow = kPieces % 8 == 0 ? 8 : 4;
   static constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
   static constexpr int kPiecesPerThread = kPieces / kThreadsPerRow;
-
-  __device__ static int row() { return static_cast<int>(threadIdx.x) / kThreadsPerRow; }
-  __device__ static int piece() { return static_cast<int>(threadIdx.x) % kThreadsPerRow; }
 };
 
 // Copies one piece element by element; columns from head_dim on are zero.
@@ -55,24 +52,24 @@ struct TokenRows {
 
 // Starts copying kRows rows of one or two tensors, each into a tile; index_of(row) says which, less than 0: a row of
 // zeros. Columns from head_dim on are zero. Rows that are not `aligned` are read element by element, and are there when
-// this returns.
+// this returns. `thread`: threadIdx.x, or recomputed from it.
 template <int kRows, int kColumns, int kThreads, int kTensors, typename IndexOf>
-__device__ inline void load_rows(const SharedTile<kColumns> (&tiles)[kTensors], const TokenRows (&sources)[kTensors],
-                                 IndexOf index_of, int head_dim, bool aligned) {
+__device__ inline void load_rows(int thread, const SharedTile<kColumns> (&tiles)[kTensors],
+                                 const TokenRows (&sources)[kTensors], IndexOf index_of, int head_dim, bool aligned) {
   using Shares = RowShares<kColumns, kThreads>;
   constexpr int kSteps = kRows / Shares::kRowsAtOnce;
   constexpr bool kWide = Shares::kPiecesPerThread >= 4;
   static_assert(kRows % Shares::kRowsAtOnce == 0 && Shares::kRowsAtOnce % 8 == 0);
-  const int piece = Shares::piece();
+  const int first_row = thread / Shares::kThreadsPerRow, piece = thread % Shares::kThreadsPerRow;
   if (aligned) {
     // All at once: copies that are under way keep later reads of shared memory behind them.
     std::int32_t indices[kSteps];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) indices[step] = index_of(Shares::row() + step * Shares::kRowsAtOnce);
+    for (int step = 0; step < kSteps; ++step) indices[step] = index_of(first_row + step * Shares::kRowsAtOnce);
 #pragma unroll
     for (int tensor = 0; tensor < kTensors; ++tensor) {
       // Rows 8 apart are swizzled alike, and pieces kThreadsPerRow apart lie as far apart as they would unswizzled.
-      const std::uint32_t target = tiles[tensor].piece(Shares::row(), piece);
+      const std::uint32_t target = tiles[tensor].piece(first_row, piece);
       const TokenRows source = {sources[tensor].base + piece * 8, sources[tensor].stride};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -88,7 +85,7 @@ __device__ inline void load_rows(const SharedTile<kColumns> (&tiles)[kTensors], 
     }
   } else {
 #pragma unroll 1
-    for (int row = Shares::row(); row < kRows; row += Shares::kRowsAtOnce) {
+    for (int row = first_row; row < kRows; row += Shares::kRowsAtOnce) {
       const std::int32_t index = index_of(row);
 #pragma unroll 1
       for (int at = piece; at < Shares::kPieces; at += Shares::kThreadsPerRow) {

@@ -9,17 +9,19 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Where a warp's walk over a chunk's list is; in shared memory, because kernels have no register to spare for it.
-struct WalkState {
-  std::uint32_t seen;              // tiles of the group that are still to visit
-  std::uint32_t full;              // those of which all rows see all keys
-  std::int32_t group, next_group;  // first tile of this group of 32 and of the next
-};
-
-// Marks a tile of a walk of which all of the block's rows see all keys.
-constexpr int kFullTile = 1 << 30;
+// A tile of a walk is its position in the chunk, with marks; less than 0: there is none.
+constexpr int kFullTile = 1 << 30;    // all of the block's rows see all keys
+constexpr int kDirectTile = 1 << 29;  // and the keys are neighbours without a bias: nothing must be known of them
 __device__ inline bool is_full(int tile) { return tile >= 0 && (tile & kFullTile) != 0; }
-__device__ inline int position_of(int tile) { return tile & (kFullTile - 1); }
+__device__ inline bool is_direct(int tile) { return tile >= 0 && (tile & kDirectTile) != 0; }
+__device__ inline int position_of(int tile) { return tile & (kDirectTile - 1); }
+
+// The units of a chunk that hold the kRows rows from `first_row` on.
+template <int kRows>
+__device__ inline std::uint32_t units_of_block(int first_row) {
+  constexpr int kUnits = kRows < kUnitRows ? 1 : kRows / kUnitRows;
+  return ((1u << kUnits) - 1) << (first_row % kChunkRows / kUnitRows);
+}
 
 // What a block knows of a tile's keys: which they are, which of the block's rows see them, their bias.
 template <int kTileKeys, int kWords>
@@ -36,6 +38,10 @@ template <int kTileKeys, int kWords, int kWarps>
 struct PlannedTiles {
   using Facts = KeyFacts<kTileKeys, kWords>;
   static_assert(kTileKeys == kListTile && kTileKeys <= 32 * kWarps);
+  static constexpr int kBatch = 32 * kWarps;  // tiles of the chunk that are looked at together
+  // kDirectTile and kFullTile as the queue has them.
+  static constexpr int kQueuedDirect = 1 << 14, kQueuedFull = 2 * kQueuedDirect;
+  static_assert(kFullTile == 2 * kDirectTile && kBatch <= kQueuedDirect);
 
   // Where the block's batch element and head begin, worked out once: 64-bit divisions are slow. Null: there is none.
   const std::int32_t *begins, *ends;
@@ -45,19 +51,25 @@ struct PlannedTiles {
   Facts facts[2];
   std::uint32_t packed[kTileKeys][kWords];
   std::int32_t begin[kTileKeys], end[kTileKeys];
-  std::int32_t index[2][kTileKeys];
-  WalkState walks[kWarps];
+  std::int32_t index[kTileKeys];
+  // The walk: what the plan says of the next batch, and the tiles to visit of this one.
+  std::uint16_t units[kBatch], full[kBatch];
+  std::uint16_t queue[kBatch];  // within the batch, with marks
+  std::int32_t counts[kWarps];
+  std::int32_t queued, looked_at;  // tiles in the queue, and tiles of the chunk up to the end of its batch
+  bool knows_enough;               // of tiles that are neighbours and full
   ChunkKeys chunk;
 
   // What comes in sizes that no background copy has, on its way.
   struct InFlight {
+    std::int32_t key = -1;
     float bias = 0;
     bool hidden = false;
   };
 
   template <typename Element, bool kRowBias>
   __device__ void start(const AttentionParams& params, int plan_chunk, int batch, int head, int first_row) {
-    if (threadIdx.x % 32 == 0) walks[threadIdx.x / 32] = {0, 0, 0, 0};
+    request_batch(params.plan, plan_chunk, 0);
     if (threadIdx.x == 0) {
       chunk = params.plan.chunks[plan_chunk];
       const Visibility& visibility = params.visibility;
@@ -79,54 +91,88 @@ struct PlannedTiles {
       } else if (!kRowBias) {
         key_bias = at(params.bias, Element());
       }
+      knows_enough = chunk.first >= 0 && !params.bias.defined();
+      queued = 0;
+      looked_at = 0;
     }
     __syncthreads();
   }
 
-  // The next tile that rows of `units` see, perhaps marked kFullTile, or -1. Each warp walks on its own, all lanes
-  // together.
-  __device__ int next(const DevicePlan& plan, int plan_chunk, std::uint32_t units) {
-    const int tiles = (chunk.count + kTileKeys - 1) / kTileKeys;
-    WalkState& place = walks[threadIdx.x / 32];
-    WalkState state = place;
-    while (state.seen == 0 && state.next_group < tiles) {
-      const int tile = state.next_group + static_cast<int>(threadIdx.x) % 32;
-      std::uint32_t tile_units = 0, tile_full = 0;
-      if (tile < tiles) {
-        const std::int64_t entry = static_cast<std::int64_t>(plan_chunk) * plan.tiles + tile;
-        tile_units = plan.tile_units[entry];
-        tile_full = plan.tile_full[entry];
-      }
-      state = {__ballot_sync(~0u, (tile_units & units) != 0), __ballot_sync(~0u, (tile_full & units) == units),
-               state.next_group, state.next_group + 32};
+  __device__ int tiles() const { return (chunk.count + kTileKeys - 1) / kTileKeys; }
+
+  // Starts reading what the plan says of kBatch tiles. Past the last they are zeros, as no row sees those.
+  __device__ void request_batch(const DevicePlan& plan, int plan_chunk, int first_tile) {
+    constexpr int kPairs = kBatch / 2;
+    const int pair = static_cast<int>(threadIdx.x) % kPairs, tile = first_tile + 2 * pair;
+    const bool exists = tile < plan.tiles;
+    const std::int64_t entry = exists ? static_cast<std::int64_t>(plan_chunk) * plan.tiles + tile : 0;
+    if (threadIdx.x < kPairs) {
+      copy_async_4(shared_address(&units[2 * pair]), plan.tile_units + entry, exists);
+    } else {
+      copy_async_4(shared_address(&full[2 * pair]), plan.tile_full + entry, exists);
     }
-    const int bit = __ffs(static_cast<int>(state.seen)) - 1;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) place = {state.seen & (state.seen - 1), state.full, state.group, state.next_group};
-    __syncwarp();
-    if (bit < 0) return -1;
-    return (state.group + bit) | ((state.full >> bit & 1) != 0 ? kFullTile : 0);
+    commit_copies();
   }
+
+  // Queues the tiles of the next batch that rows of `block_units` see. By all threads; reading ahead has hidden what it
+  // waits for, unless the batch before had no tile.
+  __device__ void look_at_batch(const DevicePlan& plan, int plan_chunk, std::uint32_t block_units) {
+    const int thread = static_cast<int>(threadIdx.x), first_tile = looked_at;
+    wait_copies<0>();
+    __syncthreads();
+    const bool seen = (units[thread] & block_units) != 0, sees_all = (full[thread] & block_units) == block_units;
+    const std::uint32_t ballot = __ballot_sync(~0u, seen);
+    if (thread % 32 == 0) counts[thread / 32] = __popc(ballot);
+    __syncthreads();
+    int before = 0, all = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (warp == thread / 32) before = all;
+      all += counts[warp];
+    }
+    if (seen) {
+      const int marks = sees_all ? kQueuedFull | (knows_enough ? kQueuedDirect : 0) : 0;
+      queue[before + __popc(ballot & ((1u << (thread % 32)) - 1))] = static_cast<std::uint16_t>(thread | marks);
+    }
+    if (thread == 0) queued = all, looked_at = first_tile + kBatch;
+    request_batch(plan, plan_chunk, first_tile + kBatch);
+    __syncthreads();
+  }
+
+  // The next tile that rows of `block_units` see, or -1. By all threads, `place` the same in all and 0 at first.
+  __device__ int next(const DevicePlan& plan, int plan_chunk, std::uint32_t block_units, int* place) {
+    while (*place == queued) {
+      if (looked_at >= tiles()) return -1;
+      look_at_batch(plan, plan_chunk, block_units);
+      *place = 0;
+    }
+    const int entry = queue[(*place)++];
+    return (looked_at - kBatch + entry % kQueuedDirect) | entry / kQueuedDirect * kDirectTile;
+  }
+
+  // Of a direct tile.
+  __device__ int first_key(int tile) const { return chunk.first + position_of(tile) * kTileKeys; }
 
   __device__ static bool has_place() { return threadIdx.x < kTileKeys; }
 
-  __device__ void request_index(const DevicePlan& plan, int plan_chunk, int tile, int buffer) {
-    if (tile < 0 || !has_place()) return;
+  __device__ void request_index(const DevicePlan& plan, int plan_chunk, int tile) {
+    if (tile < 0 || is_direct(tile) || !has_place()) return;
     const int position = position_of(tile) * kTileKeys + static_cast<int>(threadIdx.x);
     if (chunk.first >= 0) {
-      index[buffer][threadIdx.x] = position < chunk.count ? chunk.first + position : -1;
+      index[threadIdx.x] = position < chunk.count ? chunk.first + position : -1;
     } else {
       // Lists are padded to whole tiles.
-      copy_async_4(shared_address(&index[buffer][threadIdx.x]),
+      copy_async_4(shared_address(&index[threadIdx.x]),
                    plan.keys + static_cast<std::int64_t>(plan_chunk) * plan.capacity + position, true);
     }
   }
 
   template <typename Element>
-  __device__ InFlight request_facts(const AttentionParams& params, int tile, int buffer, int existing) {
+  __device__ InFlight request_facts(const AttentionParams& params, int tile, int existing) {
     InFlight flight;
-    if (tile < 0 || !has_place()) return flight;
-    const int place = static_cast<int>(threadIdx.x), key = index[buffer][place];
+    if (tile < 0 || is_direct(tile) || !has_place()) return flight;
+    const int place = static_cast<int>(threadIdx.x), key = index[place];
+    flight.key = key;
     if (key < 0 || key >= existing) return flight;
     const Visibility& visibility = params.visibility;
     const bool full = is_full(tile);
@@ -151,8 +197,8 @@ struct PlannedTiles {
 
   __device__ void make_facts(const Visibility& visibility, const InFlight& flight, int tile, int buffer, int existing,
                              int first_row) {
-    if (tile < 0 || !has_place()) return;
-    const int place = static_cast<int>(threadIdx.x), key = index[buffer][place];
+    if (tile < 0 || is_direct(tile) || !has_place()) return;
+    const int place = static_cast<int>(threadIdx.x), key = flight.key;
     facts[buffer].bias[place] = flight.bias * kLog2E;
     if (is_full(tile)) {
       facts[buffer].key[place] = key;  // nobody looks at words
@@ -175,6 +221,25 @@ struct PlannedTiles {
       any |= visible;
     }
     facts[buffer].key[place] = any != 0 ? key : -1;
+  }
+
+  // Makes the facts of the first tile, in buffer 0, and starts on the next two. What it leaves under way belongs to the
+  // caller's next group of copies.
+  template <typename Element>
+  __device__ InFlight make_first_facts(const AttentionParams& params, int plan_chunk, int tile, int ahead,
+                                       int far_ahead, int existing, int first_row) {
+    request_index(params.plan, plan_chunk, tile);
+    commit_copies();
+    wait_copies<0>();
+    InFlight flight = request_facts<Element>(params, tile, existing);
+    request_index(params.plan, plan_chunk, ahead);
+    commit_copies();
+    wait_copies<0>();
+    make_facts(params.visibility, flight, tile, 0, existing, first_row);
+    flight = request_facts<Element>(params, ahead, existing);
+    request_index(params.plan, plan_chunk, far_ahead);
+    __syncthreads();
+    return flight;
   }
 };
 

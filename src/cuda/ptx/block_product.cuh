@@ -26,14 +26,12 @@ __device__ inline std::uint32_t block_address(SharedTile<kColumns> tile, int row
 // A: `a` holds rows x depth (Depth::kAlongRows: its rows are the product's rows) or depth x rows.
 // B: `b` holds columns x depth (kAlongRows) or depth x columns.
 // a_first, b_first: the warp's first row and column of the product.
-// `between(step)` is called after every 16 of the depth.
-struct Nothing {
-  __device__ void operator()(int) const {}
-};
-template <typename Element, int kDepth, Depth kA, Depth kB, int kMTiles, int kNTiles, int kAColumns, int kBColumns,
-          typename Between = Nothing>
+// Fragments of B are read kAhead steps ahead of the products that use them, those of A a whole depth of 16 ahead: where
+// few products follow a read, one step does not hide what it takes.
+template <typename Element, int kDepth, Depth kA, Depth kB, int kAhead = 1, int kMTiles, int kNTiles, int kAColumns,
+          int kBColumns>
 __device__ inline void multiply_blocks(float (&sum)[kMTiles][kNTiles][4], SharedTile<kAColumns> a, int a_first,
-                                       SharedTile<kBColumns> b, int b_first, Between between = {}) {
+                                       SharedTile<kBColumns> b, int b_first) {
   static_assert(kNTiles % 2 == 0 && kDepth % 16 == 0);
   // Addresses are made anew for every product: kept for all products of a loop they would take too many registers.
   const int lane = recomputed(static_cast<int>(threadIdx.x) % 32);
@@ -62,29 +60,69 @@ __device__ inline void multiply_blocks(float (&sum)[kMTiles][kNTiles][4], Shared
                                              depth * 16 * SharedTile<kBColumns>::kRowBytes);
     }
   };
-  // Fragments are read one step ahead of the products that use them.
-  constexpr int kPairs = kNTiles / 2, kDepths = kDepth / 16;
-  std::uint32_t a_fragment[2][kMTiles][4], b_fragment[2][4];
+  constexpr int kPairs = kNTiles / 2, kDepths = kDepth / 16, kSteps = kPairs * kDepths, kRing = kAhead + 1;
+  std::uint32_t a_fragment[2][kMTiles][4], b_fragment[kRing][4];
   load_a(a_fragment[0], 0);
-  load_b(b_fragment[0], 0, 0);
+#pragma unroll
+  for (int step = 0; step < kAhead && step < kSteps; ++step) load_b(b_fragment[step], step / kPairs, step % kPairs);
+    // Two loops: one of all steps would be too long for the compiler to unroll.
 #pragma unroll
   for (int depth = 0; depth < kDepths; ++depth) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      const int now = (depth * kPairs + pair) % 2;
-      if (pair + 1 < kPairs) {
-        load_b(b_fragment[now ^ 1], depth, pair + 1);
-      } else if (depth + 1 < kDepths) {
-        load_a(a_fragment[(depth + 1) % 2], depth + 1);
-        load_b(b_fragment[now ^ 1], depth + 1, 0);
-      }
+      const int step = depth * kPairs + pair, ahead = step + kAhead;
+      // With one step ahead, A's next fragments come no sooner than B's: they take registers.
+      if (depth + 1 < kDepths && pair == (kAhead == 1 ? kPairs - 1 : 0)) load_a(a_fragment[(depth + 1) % 2], depth + 1);
+      if (ahead < kSteps) load_b(b_fragment[ahead % kRing], ahead / kPairs, ahead % kPairs);
+      const std::uint32_t(&columns)[4] = b_fragment[step % kRing];
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        multiply<Element>(sum[m][2 * pair], a_fragment[depth % 2][m], b_fragment[now][0], b_fragment[now][1]);
-        multiply<Element>(sum[m][2 * pair + 1], a_fragment[depth % 2][m], b_fragment[now][2], b_fragment[now][3]);
+        multiply<Element>(sum[m][2 * pair], a_fragment[depth % 2][m], columns[0], columns[1]);
+        multiply<Element>(sum[m][2 * pair + 1], a_fragment[depth % 2][m], columns[2], columns[3]);
       }
     }
-    between(depth);
+  }
+}
+
+// sum += A B with A a warp's sums of another product, rounded to Element: its rows are this product's, its columns the
+// depth. B: `b` holds depth x columns, from row `b_first` on. Fragments are read kAhead steps ahead.
+template <typename Element, int kAhead = 1, int kMTiles, int kDepthTiles, int kNTiles, int kColumns>
+__device__ inline void multiply_sums(float (&sum)[kMTiles][kNTiles][4], const float (&a)[kMTiles][kDepthTiles][4],
+                                     SharedTile<kColumns> b, int b_first) {
+  static_assert(kNTiles % 2 == 0 && kDepthTiles % 2 == 0);
+  const int lane = recomputed(static_cast<int>(threadIdx.x) % 32);
+  const std::uint32_t b_lane = b.lane_address(b_first + row_major_lane_row(lane), row_major_lane_half(lane));
+  constexpr int kPairs = kNTiles / 2, kDepths = kDepthTiles / 2, kSteps = kPairs * kDepths, kRing = kAhead + 1;
+  const auto load = [&](std::uint32_t(&fragment)[4], int step) {
+    load_matrices_transposed(fragment, SharedTile<kColumns>::column_block(b_lane, step % kPairs) +
+                                           step / kPairs * 16 * SharedTile<kColumns>::kRowBytes);
+  };
+  std::uint32_t b_fragment[kRing][4];
+#pragma unroll
+  for (int step = 0; step < kAhead && step < kSteps; ++step) load(b_fragment[step], step);
+#pragma unroll
+  for (int depth = 0; depth < kDepths; ++depth) {
+    std::uint32_t a_fragment[kMTiles][4];
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      const float(&left)[4] = a[m][2 * depth];
+      const float(&right)[4] = a[m][2 * depth + 1];
+      a_fragment[m][0] = pack<Element>(left[0], left[1]);
+      a_fragment[m][1] = pack<Element>(left[2], left[3]);
+      a_fragment[m][2] = pack<Element>(right[0], right[1]);
+      a_fragment[m][3] = pack<Element>(right[2], right[3]);
+    }
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int step = depth * kPairs + pair;
+      if (step + kAhead < kSteps) load(b_fragment[(step + kAhead) % kRing], step + kAhead);
+      const std::uint32_t(&columns)[4] = b_fragment[step % kRing];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        multiply<Element>(sum[m][2 * pair], a_fragment[m], columns[0], columns[1]);
+        multiply<Element>(sum[m][2 * pair + 1], a_fragment[m], columns[2], columns[3]);
+      }
+    }
   }
 }
 

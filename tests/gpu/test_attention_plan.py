@@ -1,0 +1,437 @@
+"""Plans that outlive a call: the same results with less work, wherever they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from cases import assert_near, assert_same_bits, make_case, run_library
+from flash_dmattn import KeyIntervals, _library, attention, prepare_mask, select_keys
+from oracle import Case
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.library import opcheck
+
+FORWARD = torch.ops.flash_dmattn.attention_forward.default
+BACKWARD = torch.ops.flash_dmattn.attention_backward.default
+PLAN = torch.ops.flash_dmattn.attention_plan.default
+
+pytestmark = pytest.mark.devices("cuda")
+needs_kernels = pytest.mark.skipif(_library.cuda_info().toolkit == 0, reason="the library was built without CUDA")
+ROWS, KEYS = 1500, 1700  # two chunks of rows, lists and ranges
+
+
+def random_mask(*shape: int, density: float = 0.05) -> Tensor:
+    return torch.rand(shape) < density
+
+
+def lengths() -> Tensor:
+    return torch.tensor([KEYS, 900], dtype=torch.int32)
+
+
+def bounds(*shape: int) -> tuple[Tensor, Tensor]:
+    intervals = select_keys(torch.randn(shape), 200, seqlen_q=ROWS)
+    return intervals.begin, intervals.end
+
+
+# By name: mask, seqlens_k, intervals and is_causal, for B 2, H 4, Hkv 2.
+HIDDEN: dict[str, Callable[[], tuple]] = {
+    "mask": lambda: (random_mask(2, 4, ROWS, KEYS), None, None, None, False),
+    "mask of key heads": lambda: (random_mask(1, 2, ROWS, KEYS), None, None, None, True),
+    "mask of rows and keys": lambda: (random_mask(ROWS, KEYS), None, None, None, False),
+    "mask of rows": lambda: (random_mask(2, 1, ROWS, 1, density=0.5), None, None, None, False),
+    "expanded mask": lambda: (random_mask(2, 1, ROWS, KEYS).expand(2, 4, ROWS, KEYS), None, None, None, False),
+    "dense mask": lambda: (random_mask(1, 1, ROWS, KEYS, density=0.9), None, None, None, True),
+    "per key": lambda: (random_mask(2, 2, KEYS, density=0.3), None, None, None, True),
+    "lengths": lambda: (random_mask(1, 1, KEYS, density=0.3), lengths(), None, None, True),
+    "intervals": lambda: (None, None, *bounds(2, 2, KEYS), True),
+    "intervals of all": lambda: (None, lengths(), *bounds(1, 1, KEYS), True),
+    "both": lambda: (random_mask(2, 1, ROWS, KEYS, density=0.5), None, *bounds(1, 4, KEYS), True),
+}
+
+
+def both_directions(case: Case, hidden: tuple, plan: Tensor | None) -> dict[str, Tensor]:
+    mask, seqlens_k, begin, end, is_causal = hidden
+    tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, plan)
+    options = (None, 0.0, is_causal, True)
+    out, lse = FORWARD(*tensors, *options)
+    gradients = BACKWARD(case.dout, None, *tensors, out, lse, *options, True, True, True, True)
+    return dict(zip(("out", "lse", "dquery", "dkey", "dvalue", "dbias"), (out, lse, *gradients), strict=True))
+
+
+def plan_of(case: Case, hidden: tuple) -> Tensor:
+    return PLAN(case.query, case.key, *hidden)
+
+
+@pytest.mark.parametrize("make", HIDDEN.values(), ids=HIDDEN.keys())
+def test_a_plan_changes_no_bit(dtype: torch.dtype, make: Callable[[], tuple]) -> None:
+    case = make_case(2, 4, 2, ROWS, KEYS, 64, dtype=dtype, bias=(1, 2, KEYS))
+    hidden = make()
+    plan = plan_of(case, hidden)
+    assert plan.numel() == _library.plan_bytes(case.query, case.key, *hidden[:4])
+    expected = both_directions(case, hidden, None)
+    assert_same_bits(expected, both_directions(case, hidden, plan))
+    assert_same_bits(expected, both_directions(case, hidden, plan.clone()))  # it holds no pointers to itself
+
+
+@pytest.mark.parametrize("window", [50, 5000])
+def test_long_lists(window: int) -> None:
+    """More keys than a block orders in shared memory: the plan is made with scratch memory, and kept without."""
+    rows, keys = 1100, 30000
+    case = make_case(1, 2, 1, rows, keys, 64, bias=(1, 1, keys))
+    intervals = select_keys(torch.randn(1, 1, keys), window, seqlen_q=rows)
+    hidden = (None, None, intervals.begin, intervals.end, True)
+    plan = plan_of(case, hidden)
+    assert plan.numel() == _library.plan_bytes(case.query, case.key, *hidden[:4])
+    assert_same_bits(both_directions(case, hidden, None), both_directions(case, hidden, plan))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_rows(rows: int) -> None:
+    """The forward lists keys by itself and reads no plan; the backward does."""
+    keys = 700
+    case = make_case(2, 4, 2, rows, keys, 64, bias=(1, 2, keys))
+    hidden = (random_mask(2, 1, 1, keys, density=0.3), None, None, None, True)
+    plan = plan_of(case, hidden)
+    expected = both_directions(case, hidden, None)
+    assert_same_bits(expected, both_directions(case, hidden, plan))
+    tensors = (case.query, case.key, case.value, hidden[0], case.bias, None, None, None)
+    out, _ = FORWARD(*tensors, torch.full_like(plan, 255), None, 0.0, True, True)
+    assert torch.equal(out, expected["out"])
+
+
+@pytest.mark.parametrize("name", ["mask", "intervals"])
+def test_nothing_is_planned_again(name: str) -> None:
+    """With a plan a call takes less scratch memory, by exactly what the plan holds."""
+    case = make_case(2, 4, 2, ROWS, KEYS, 64, bias=(1, 2, KEYS))
+    mask, seqlens_k, begin, end, is_causal = hidden = HIDDEN[name]()
+    plan = plan_of(case, hidden)
+    options = (None, 0.0, is_causal, False)
+
+    def peaks(given: Tensor | None) -> list[int]:
+        tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, given)
+        out, lse = FORWARD(*tensors, *options)
+        counted = []
+        for call in (
+            lambda: FORWARD(*tensors, *options),
+            lambda: BACKWARD(case.dout, None, *tensors, out, lse, *options, True, True, True, True),
+        ):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            call()
+            counted.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+        return counted
+
+    for without, with_plan in zip(peaks(None), peaks(plan), strict=True):
+        assert without - with_plan == plan.numel()
+
+
+def test_a_plan_of_another_size_is_refused() -> None:
+    case = make_case(2, 4, 2, ROWS, KEYS, 64, bias=(1, 2, KEYS))
+    hidden = HIDDEN["mask of key heads"]()
+    plan = plan_of(case, hidden)
+    for wrong in (plan[:-64], torch.cat([plan, plan])):
+        with pytest.raises(
+            ValueError, match=f"plan must have the {plan.numel()} bytes of a plan for this call; got plan"
+        ):
+            both_directions(case, hidden, wrong)
+    with pytest.raises(ValueError, match="plan must be on the device of query; got plan on cpu, query on cuda:0"):
+        both_directions(case, hidden, plan.cpu())
+
+
+def test_opcheck() -> None:
+    case = make_case(2, 4, 2, 40, 300, 32)
+    for hidden in (
+        (random_mask(2, 1, 40, 300), None, None, None, False),
+        (random_mask(1, 1, 1, 300).expand(2, 4, 40, 300), None, None, None, True),
+        (None, torch.tensor([300, 3], dtype=torch.int32), *(torch.zeros(1, 2, 300, dtype=torch.int32),) * 2, True),
+        (None, None, None, None, True),
+    ):
+        opcheck(PLAN, (case.query, case.key, *hidden), test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- Calls that make their own
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list]]:
+    """The plans that were made, and those that forwards and backwards were called with."""
+    plans: dict[str, list] = {"made": [], "forward": [], "backward": []}
+
+    def record(name: str, operator: Callable, position: int | None) -> Callable:
+        def call(*arguments: object) -> object:
+            result = operator(*arguments)
+            plans[name].append(result if position is None else arguments[position])
+            return result
+
+        return call
+
+    monkeypatch.setattr(_library, "_plan_op", record("made", PLAN, None))
+    monkeypatch.setattr(_library, "_forward_op", record("forward", FORWARD, 8))
+    monkeypatch.setattr(_library, "_backward_op", record("backward", BACKWARD, 10))
+    return plans
+
+
+def same_memory(left: Tensor, right: Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape
+
+
+@pytest.mark.parametrize("name", ["mask", "intervals"])
+def test_the_backward_uses_the_plan_of_the_forward(name: str, recorded: dict[str, list]) -> None:
+    case = make_case(2, 4, 2, ROWS, KEYS, 64)
+    mask, _, begin, end, is_causal = HIDDEN[name]()
+    mask = KeyIntervals(begin, end) if mask is None else mask
+    run_library(dataclasses.replace(case, mask=mask), is_causal=is_causal)
+    (made,), (forward,), (backward,) = recorded.values()
+    assert made.numel() > 0 and same_memory(made, forward) and same_memory(made, backward)
+
+
+def test_plans_that_nobody_needs_are_not_made(recorded: dict[str, list]) -> None:
+    case = make_case(2, 4, 2, ROWS, KEYS, 64)
+    mask = HIDDEN["mask"]()[0]
+    run_library(case, is_causal=True)  # arithmetic
+    attention(case.query, case.key, case.value, mask=mask)  # no backward: the forward's own will do
+    with torch.no_grad():
+        attention(case.query.requires_grad_(), case.key, case.value, mask=mask)
+    assert not recorded["made"] and recorded["forward"] == [None] * 3 and recorded["backward"] == [None]
+
+
+def test_under_autocast_and_torch_func() -> None:
+    """float32 inputs, cast behind the plan; and a batch that vmap folds, for which a plan given is of no use."""
+    case = make_case(2, 4, 2, 200, 300, 64, dtype=torch.float32)
+    mask = random_mask(2, 1, 200, 300)
+    query = case.query.requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = attention(query, case.key, case.value, mask=mask)
+    low = [tensor.detach().bfloat16() for tensor in (query, case.key, case.value)]
+    assert torch.equal(out, attention(*low, mask=mask))
+    (gradient,) = torch.autograd.grad(out.float().square().sum(), query)
+
+    def loss(query: Tensor, mask: Tensor) -> Tensor:
+        return attention(query, *low[1:], mask=mask).float().square().sum()
+
+    assert_near(torch.func.grad(loss)(low[0], mask), gradient)
+    prepared = prepare_mask(mask)
+    assert prepared.plan is not None
+    queries = torch.stack([low[0], -low[0], low[0] / 2])
+    mapped = torch.vmap(torch.func.grad(loss), (0, None))(queries, prepared)
+    assert_near(mapped, torch.stack([torch.func.grad(loss)(one, mask) for one in queries]))
+
+
+@pytest.mark.parametrize("form", ["full", "expanded", "per key", "intervals", "prepared"])
+def test_compiles_with_inductor_for_all_lengths(form: str) -> None:
+    torch._dynamo.reset()
+
+    def function(query: Tensor, key: Tensor, mask: object) -> Tensor:
+        if form == "expanded":  # in the graph, where strides of 0 are the compiler's
+            mask = mask.logical_and(mask).expand(-1, query.shape[2], -1, -1)
+        return attention(query * 2, key, key, mask=mask, is_causal=True)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    for rows, keys in ((100, 300), (1500, 1600), (300, 9000)):
+        query = torch.randn(2, rows, 4, 64).bfloat16().requires_grad_()
+        key = torch.randn(2, keys, 2, 64).bfloat16()
+        mask = {
+            "full": lambda rows=rows, keys=keys: random_mask(2, 2, rows, keys),
+            "expanded": lambda rows=rows, keys=keys: random_mask(2, 1, rows, keys),
+            "per key": lambda keys=keys: random_mask(1, 1, keys, density=0.3),
+            "intervals": lambda rows=rows, keys=keys: select_keys(torch.randn(2, 2, keys), 60, seqlen_q=rows),
+            "prepared": lambda rows=rows, keys=keys: prepare_mask(random_mask(1, 2, rows, keys), is_causal=True),
+        }[form]()
+        out, expected = compiled(query, key, mask), function(query, key, mask)
+        assert torch.equal(out, expected)
+        assert_near(*(torch.autograd.grad(result.float().square().sum(), query)[0] for result in (out, expected)))
+    torch._dynamo.reset()
+
+
+def test_compiled_into_cuda_graphs() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, mask: attention(q, k, k, mask=mask), fullgraph=True, mode="reduce-overhead")
+    query = torch.randn(2, 300, 4, 64).bfloat16().requires_grad_()
+    key = torch.randn(2, 400, 2, 64).bfloat16()
+    for _ in range(5):
+        mask = random_mask(2, 1, 300, 400)
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(query, key, mask)
+        (gradient,) = torch.autograd.grad(out.float().square().sum(), query)
+        expected = attention(query, key, key, mask=mask)
+        assert torch.equal(out, expected)
+        assert_near(gradient, torch.autograd.grad(expected.float().square().sum(), query)[0])
+    torch._dynamo.reset()
+
+
+# ---- Prepared masks
+
+PREPARED: dict[str, Callable[[], Tensor | KeyIntervals]] = {
+    "mask": lambda: random_mask(2, 4, ROWS, KEYS),
+    "mask of key heads": lambda: random_mask(2, 2, ROWS, KEYS),
+    "mask of all": lambda: random_mask(ROWS, KEYS),
+    "expanded mask": lambda: random_mask(2, 1, ROWS, KEYS).expand(2, 4, ROWS, KEYS),
+    "keys": lambda: random_mask(2, 2, KEYS, density=0.3),
+    "keys of all": lambda: random_mask(1, 1, KEYS, density=0.3),
+    "intervals": lambda: select_keys(torch.randn(2, 4, KEYS), 200, seqlen_q=ROWS),
+    "intervals of key heads": lambda: select_keys(torch.randn(1, 2, KEYS), 200, seqlen_q=ROWS),
+    "intervals of all": lambda: select_keys(torch.randn(1, 1, KEYS), 200, seqlen_q=ROWS),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("make", PREPARED.values(), ids=PREPARED.keys())
+def test_prepared_masks_are_planned_once(make: Callable, is_causal: bool, recorded: dict[str, list]) -> None:
+    """For the batch and heads that the mask tells apart, which suits calls with more of both."""
+    mask = make()
+    prepared = prepare_mask(mask, ROWS, is_causal=is_causal)
+    unplanned = dataclasses.replace(prepared, plan=None)
+    assert prepared.nbytes == unplanned.nbytes + prepared.plan.numel() and " and a plan, " in repr(prepared)
+    recorded["made"].clear()
+    case = make_case(2, 4, 2, ROWS, KEYS, 64, is_causal=is_causal)
+    got = run_library(dataclasses.replace(case, mask=prepared), deterministic=True)
+    assert not recorded["made"] and same_memory(recorded["backward"][0], prepared.plan)
+    assert_same_bits(got, run_library(dataclasses.replace(case, mask=unplanned), deterministic=True))
+    assert len(recorded["made"]) == 1
+
+
+def test_calls_of_another_visibility_plan_for_themselves(recorded: dict[str, list]) -> None:
+    prepared = prepare_mask(random_mask(1, 2, ROWS, KEYS))
+    assert prepared.plan is not None and prepared.kind == "mask"
+    recorded["made"].clear()
+    case = make_case(2, 4, 2, ROWS, KEYS, 64)
+    for count, options in enumerate(({"is_causal": True}, {"seqlens_k": lengths()}), 1):
+        got = run_library(dataclasses.replace(case, mask=prepared), deterministic=True, **options)
+        assert_same_bits(got, run_library(dataclasses.replace(case, mask=prepared.mask), deterministic=True, **options))
+        assert len(recorded["made"]) == 2 * count
+        assert not any(same_memory(plan, prepared.plan) for plan in recorded["backward"])
+
+
+def test_lengths_must_be_known_to_plan() -> None:
+    assert prepare_mask(random_mask(2, 1, KEYS)).plan is None
+    assert prepare_mask(select_keys(torch.randn(1, 1, KEYS), 9, seqlen_q=ROWS)).plan is None
+    assert prepare_mask(random_mask(2, 1, ROWS, 1)).plan is None
+    assert prepare_mask(random_mask(2, 1, KEYS), ROWS).plan is not None
+
+
+def test_prepared_masks_move() -> None:
+    prepared = prepare_mask(random_mask(1, 2, ROWS, KEYS))
+    assert prepared.to("cuda:0").plan is not None
+    on_cpu = prepared.to("cpu")
+    assert on_cpu.plan is None
+    back = on_cpu.to("cuda")
+    assert back.plan.shape == prepared.plan.shape
+    case = make_case(2, 4, 2, ROWS, KEYS, 64)
+    got = [run_library(dataclasses.replace(case, mask=mask), deterministic=True) for mask in (prepared, back)]
+    assert_same_bits(*got)
+
+
+def test_a_captured_graph_replays_a_prepared_mask() -> None:
+    prepared = prepare_mask(random_mask(1, 2, ROWS, KEYS))
+    case = make_case(2, 4, 2, ROWS, KEYS, 64, mask=None)
+    static = dataclasses.replace(case, mask=prepared)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run_library(static, deterministic=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run_library(static, deterministic=True)
+    for seed in (1, 2):
+        fresh = make_case(2, 4, 2, ROWS, KEYS, 64, seed=seed)
+        for name in ("query", "key", "value", "dout"):
+            getattr(case, name).copy_(getattr(fresh, name))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(results, run_library(dataclasses.replace(fresh, mask=prepared.mask), deterministic=True))
+
+
+# ---- Sizes, which need no GPU
+
+
+def any_view(shape: list[int], rank: int, dtype: torch.dtype, draw: random.Random) -> Tensor:
+    """A (batch, heads, rows, keys) shape in the form of `rank`, with dimensions of size 1 and expanded ones."""
+    kept = {2: shape[2:], 3: [*shape[:2], shape[3]], 4: shape}[rank]
+    sizes = [draw.choice((1, size)) for size in kept]
+    if 0 in sizes:
+        return torch.empty(sizes, dtype=dtype)
+    strides = [draw.choice((0, 1, 1)) for _ in sizes]  # nothing is read
+    return torch.empty(1 + sum(sizes), dtype=dtype).as_strided(sizes, strides)
+
+
+def any_planned_call(draw: random.Random) -> tuple[Tensor | None, ...]:
+    """query, key, mask, seqlens_k and interval bounds, of sizes on both sides of all that the layout depends on."""
+    key_heads, rows = draw.choice((1, 2, 4)), draw.choice((0, 1, 5, 64, 1023, 1024, 1025, 3000))
+    batch, heads = draw.choice((0, 1, 2, 3)), key_heads * draw.choice((1, 2, 4))
+    keys = draw.choice((0, 1, 7, 128, 129, 4095, 4097, 17000, 21000, 40000))
+    one = torch.empty((), dtype=torch.bfloat16)
+    query, key = one.expand(batch, rows, heads, 8), one.expand(batch, keys, key_heads, 8)
+
+    def view(rank: int, dtype: torch.dtype) -> Tensor:
+        return any_view([batch, draw.choice((key_heads, heads)), rows, keys], rank, dtype, draw)
+
+    mask = draw.choice((None, view(draw.choice((2, 3, 4)), torch.bool)))
+    begin, end = (view(3, torch.int32) for _ in range(2))
+    if draw.choice((True, False)) or {begin.shape[2], end.shape[2]} != {keys}:  # a bound has every key
+        begin = end = None
+    seqlens_k = draw.choice((None, torch.zeros(batch).int(), torch.zeros(1).int().expand(batch)))
+    return query, key, mask, seqlens_k, begin, end
+
+
+@needs_kernels
+@pytest.mark.devices("cpu")
+def test_sizes_are_those_that_the_library_takes() -> None:
+    draw, planned = random.Random(0), 0
+    for _ in range(5000):
+        call = any_planned_call(draw)
+        size = torch.ops.flash_dmattn.cuda_plan_bytes(*call)
+        assert size == _library.plan_bytes(*call), [None if t is None else (t.shape, t.stride()) for t in call]
+        planned += size > 0
+    assert planned > 1000
+
+
+@needs_kernels
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_plan_is_of_the_batch_and_heads_of_its_mask(batch: int, heads: int) -> None:
+    """As a prepared mask makes it, for calls with 3 batch elements and 8 heads, 2 of keys."""
+    own, full = (
+        (torch.empty(b, 1500, h, 8), torch.empty(b, 1700, k, 8)) for b, h, k in ((batch, heads, heads), (3, 8, 2))
+    )
+    bound = torch.zeros(batch, heads, 1700, dtype=torch.int32)
+    for mask, bounds in (
+        (torch.ones(batch, heads, 1500, 1700, dtype=torch.bool), (None, None)),
+        (torch.ones(batch, heads, 1700, dtype=torch.bool), (None, None)),
+        (None, (bound, bound)),
+    ):
+        sizes = [torch.ops.flash_dmattn.cuda_plan_bytes(*shape, mask, None, *bounds) for shape in (own, full)]
+        assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("shape", [(2, 4, 1500, 7000), (2, 1, 1500, 1), (1, 2, 7000), (1500, 7000)], ids=str)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_symbolic_sizes_need_no_guards(shape: tuple[int, ...], expanded: bool) -> None:
+    query, key = torch.empty(2, 1500, 4, 8), torch.empty(2, 7000, 2, 8)
+    mask = torch.ones((), dtype=torch.bool).expand(shape) if expanded else torch.ones(shape, dtype=torch.bool)
+    bound = torch.zeros(1, 2, 7000, dtype=torch.int32)
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment, static_shapes=False) as mode:
+
+        def symbolic(tensor: Tensor) -> Tensor:
+            sizes = [DimDynamic.STATIC if size == 1 else DimDynamic.DYNAMIC for size in tensor.shape]
+            return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+        fakes = [symbolic(tensor) for tensor in (query, key, mask, bound)]
+        sizes = [
+            _library.plan_bytes(*fakes[:3], None, None, None),
+            _library.plan_bytes(*fakes[:3], None, fakes[3], fakes[3]),
+        ]
+    assert all(isinstance(size, torch.SymInt) for size in sizes) and not environment.guards
+    expected = [
+        _library.plan_bytes(query, key, mask, None, None, None),
+        _library.plan_bytes(query, key, mask, None, bound, bound),
+    ]
+    assert [size.node.hint for size in sizes] == expected
