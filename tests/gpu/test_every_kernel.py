@@ -82,6 +82,8 @@ def test_narrow_tiles() -> None:
     """The same on what GPUs with less shared memory run."""
     environment = {**os.environ, "FLASH_DMATTN_ARCH": "sm_86", "FLASH_DMATTN_LOG": "1"}
     arguments = [__file__, "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "test_attention or test_masks"]
-    result = subprocess.run([sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout[-4000:]
     assert "cuda/portable, narrow tiles" in result.stderr
