@@ -1,0 +1,367 @@
+"""Trains and runs Transformers' Doge on one NVIDIA GPU: flash_dmattn against Transformers' eager and sdpa attention.
+
+    python benchmarks/gpu_doge.py                      every case
+    python benchmarks/gpu_doge.py --only train decode  some of them
+    python benchmarks/gpu_doge.py --json out.json      also as JSON
+    python benchmarks/gpu_doge.py --quick              small sizes, to check this script only; on a CPU, too
+
+One model, built from its configuration with random weights in bfloat16: 4 layers, hidden 1024, 16 query and 8 key heads
+of 64, MLP 2048, vocabulary 32k, window 2048, batch 1. A and dt_proj are random, too: keys have different scores. In
+training sdpa gets an explicit 4-D causal mask, since without one some versions of Transformers are not causal there.
+Each attention trains a copy of the model of its own, one after the other; the aims are for an H200. Times are the
+host's clock around work that the GPU has finished, Python included, as users see it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from common import Comparison, Report, benchmark_parser, describe_machine
+from flash_dmattn.integrations import doge
+from rich.console import Console
+from torch import Tensor
+from transformers import Cache, DogeConfig, DogeForCausalLM, DynamicCache, StaticCache
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16
+OURS, EAGER, SDPA = "flash_dmattn", "eager", "sdpa"
+PEERS = (SDPA, EAGER)
+
+
+@dataclass
+class Bench:
+    repeats: int
+    quick: bool
+    notes: list[str] = field(default_factory=list)
+
+    def length(self, length: int) -> int:
+        return length // 64 if self.quick else length
+
+
+# ---- Models
+
+
+def make_model(bench: Bench, layers: int = 4) -> DogeForCausalLM:
+    """On the host, with eager attention."""
+    config = DogeConfig(
+        vocab_size=bench.length(32768),
+        hidden_size=128 if bench.quick else 1024,
+        intermediate_size=256 if bench.quick else 2048,
+        num_hidden_layers=layers,
+        num_attention_heads=4 if bench.quick else 16,
+        num_key_value_heads=2 if bench.quick else 8,
+        max_position_embeddings=1 << 17,
+        keep_window_size=bench.length(2048),
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = DogeForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.A)
+        torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.2)
+    return model.to(DTYPE)
+
+
+def with_attention(model: DogeForCausalLM, name: str) -> DogeForCausalLM:
+    """A copy on the device that runs on one of the three."""
+    model = copy.deepcopy(model).to(DEVICE)
+    if name == OURS:
+        doge.enable(model)
+    else:
+        model.set_attn_implementation(name)
+    return model
+
+
+def random_tokens(model: DogeForCausalLM, length: int) -> Tensor:
+    return torch.randint(3, model.config.vocab_size, (1, length), device=DEVICE)
+
+
+# ---- Measuring
+
+
+def finish() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def free() -> None:
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    finish()
+    start = time.perf_counter()
+    work()
+    finish()
+    return time.perf_counter() - start
+
+
+@dataclass
+class Measured:
+    seconds: list[float] = field(default_factory=list)
+    peak_gib: float | None = None  # of all memory that the process holds on the device; None on a CPU
+    failed: bool = False  # at that peak
+
+
+def measure(bench: Bench, case: str, name: str, make: Callable[[], Callable[[], object]]) -> Measured:
+    """Seconds of what make() returns, after two calls for warm-up, and the peak of memory from make() on."""
+    found, work = Measured(), None
+    free()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    # Peers may want more memory than there is, or tensors larger than their kernels take.
+    try:
+        work = make()
+        for _ in range(2):
+            work()
+        found.seconds = [seconds_of(work) for _ in range(bench.repeats)]
+    except RuntimeError as error:
+        if name == OURS:
+            raise
+        found.failed = True
+        bench.notes.append(f"{case}: {name}: {type(error).__name__}: {str(error).strip()[:160]}")
+    if DEVICE == "cuda":
+        found.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    work = None
+    free()
+    return found
+
+
+def compare(
+    bench: Bench,
+    case: str,
+    what: str,
+    measured: dict[str, Measured],
+    *,
+    amount: float | None = None,
+    unit: str = "ms",
+    goals: dict[str, float] | None = None,
+) -> Iterator[Comparison]:
+    """One line for every other that ran; `amount`: what a call does, in what `unit` says is done in a second."""
+
+    def figure(name: str) -> float:
+        middle = statistics.median(measured[name].seconds)
+        return middle * 1e3 if amount is None else amount / middle
+
+    kind = str(DTYPE).removeprefix("torch.")
+    for name in PEERS:
+        if name not in measured or measured[name].failed:
+            continue
+        ratios = [their / our for our, their in zip(measured[OURS].seconds, measured[name].seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        line = Comparison(case, what, kind, unit, figure(OURS), goal=(goals or {}).get(name), other=name)
+        line.theirs, line.ratio, line.ratio_low, line.ratio_high = figure(name), middle, low, high
+        yield line
+    if all(measured[name].failed for name in PEERS if name in measured):
+        yield Comparison(case, what, kind, unit, figure(OURS))
+
+
+def compare_memory(case: str, measured: dict[str, Measured], goals: dict[str, float]) -> Iterator[Comparison]:
+    ours = measured[OURS].peak_gib
+    for name in PEERS:
+        if ours is None or name not in measured:
+            continue
+        # One that failed would have needed more.
+        other = f"{name}, where it failed" if measured[name].failed else name
+        line = Comparison(case, "peak memory", str(DTYPE).removeprefix("torch."), "GiB", ours, other=other)
+        line.theirs, line.goal = measured[name].peak_gib, goals.get(name)
+        line.ratio = line.ratio_low = line.ratio_high = line.theirs / ours
+        yield line
+
+
+# ---- Cases
+
+
+def train(bench: Bench) -> Iterator[Comparison]:
+    """Forward, backward and AdamW of one sequence."""
+    yield from _train(bench, bench.length(8192), {SDPA: 3.0}, {})
+    yield from _train(bench, bench.length(32768), {SDPA: 3.0}, {SDPA: 8.0})
+
+
+def _train(
+    bench: Bench, length: int, time_goals: dict[str, float], memory_goals: dict[str, float]
+) -> Iterator[Comparison]:
+    model, case = make_model(bench), f"training step, {length} tokens"
+    measured = {}
+    for name in (OURS, *PEERS):
+
+        def make(name: str = name) -> Callable[[], None]:
+            trained = with_attention(model, name).train()
+            optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4, fused=True)
+            text, mask = random_tokens(trained, length), None
+            if name == SDPA:
+                mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).tril_()
+
+            def step() -> None:
+                loss = trained(text, attention_mask=mask, labels=text, use_cache=False).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+            return step
+
+        measured[name] = measure(bench, case, name, make)
+    yield from compare(bench, case, "time", measured, goals=time_goals)
+    yield from compare_memory(case, measured, memory_goals)
+
+
+def decode(bench: Bench) -> Iterator[Comparison]:
+    """Tokens one by one behind 64k cached ones, with the cache that grows and the one that is filled."""
+    model, context, steps = make_model(bench).eval(), bench.length(65536), 4 if bench.quick else 32
+    most = context + (bench.repeats + 2) * steps
+    caches: dict[str, Callable[[], Cache]] = {
+        "dynamic cache": lambda: DynamicCache(config=model.config),
+        "static cache": lambda: StaticCache(config=model.config, max_cache_len=most),
+    }
+    for kind, make_cache in caches.items():
+        case, measured = f"decode behind {context} tokens, {kind}", {}
+        for name in (OURS, *PEERS):
+
+            def make(name: str = name, make_cache: Callable[[], Cache] = make_cache) -> Callable[[], None]:
+                running, cache = with_attention(model, name), make_cache()
+                fill(cache, running, context)
+                token = random_tokens(running, 1)
+
+                @torch.no_grad()
+                def write() -> None:
+                    for _ in range(steps):
+                        running(token, past_key_values=cache, use_cache=True)
+
+                return write
+
+            measured[name] = measure(bench, case, name, make)
+        goals = {SDPA: 1.5} if kind == "dynamic cache" else {}
+        yield from compare(bench, case, "speed", measured, amount=steps, unit="tokens/s", goals=goals)
+
+
+def fill(cache: Cache, model: DogeForCausalLM, tokens: int) -> None:
+    """Random keys and values: a prompt of this length is more than the others' memory."""
+    config = model.config
+    shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for layer in range(config.num_hidden_layers):
+        key, value = torch.randn(2, *shape, device=DEVICE, dtype=DTYPE, generator=generator)
+        cache.update(key, value, layer)
+
+
+def generate(bench: Bench) -> Iterator[Comparison]:
+    """generate(): the prompt, then tokens."""
+    model, prompt, new = make_model(bench).eval(), bench.length(8192), 8 if bench.quick else 128
+    measured, case = {}, f"generate {new} tokens from {prompt}"
+    for name in (OURS, *PEERS):
+
+        def make(name: str = name) -> Callable[[], object]:
+            running = with_attention(model, name)
+            text = random_tokens(running, prompt)
+            settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+            return lambda: running.generate(text, attention_mask=torch.ones_like(text), pad_token_id=0, **settings)
+
+        measured[name] = measure(bench, case, name, make)
+    yield from compare(bench, case, "speed", measured, amount=new, unit="tokens/s")
+
+
+CASES = {"train": train, "decode": decode, "generate": generate}
+
+
+# ---- The same result
+
+
+def newest_best_mask(
+    hidden_states: Tensor, dt_states: Tensor, keep_window_size: int, attention_mask: Tensor | None = None
+) -> Tensor:
+    """In the place of DogeAttention.prepare_dynamic_mask: keeps the newest of equal scores, of which bfloat16 has many
+    and torch.topk keeps any."""
+    lowest, keys = torch.finfo(hidden_states.dtype).min, dt_states.shape[-1]
+    scores = dt_states[:, :, None].expand(-1, -1, hidden_states.shape[1], -1)
+    scores = scores.masked_fill(attention_mask[..., :keys] != 0, lowest)
+    order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept.scatter_(-1, keys - 1 - order[..., :keep_window_size], True)
+    return scores.masked_fill(~kept, lowest)
+
+
+@torch.no_grad()
+def check_equal(bench: Bench) -> None:
+    """Raises AssertionError if a layer does not compute what the eager one computes: no such time is worth anything.
+
+    Of one layer, since a rounding in front of a selection may change what it keeps.
+    """
+    model = make_model(bench, layers=1).eval()
+    model.model.layers[0].self_attn.keep_window_size = 64
+    ours, eager = with_attention(model, OURS), with_attention(model, EAGER)
+    eager.model.layers[0].self_attn.prepare_dynamic_mask = newest_best_mask
+    text = random_tokens(model, 1024)
+    got, expected = (running(text).logits.float() for running in (ours, eager))
+    difference = (got - expected).norm() / expected.norm()
+    assert difference < 0.02, f"logits differ by {difference:.2g}"
+
+
+def run_case(name: str, bench: Bench, console: Console) -> tuple[list[Comparison], bool]:
+    """The lines of a case, as far as it came, and whether it came to its end."""
+    lines: list[Comparison] = []
+    start = time.perf_counter()
+    # One failing case must not cost the others, which took minutes.
+    try:
+        for line in CASES[name](bench):
+            lines.append(line)
+            theirs = "" if line.theirs is None else f"; {line.other} {line.theirs:.4g}, ratio {line.ratio:.2f}"
+            console.print(f"{line.case}, {line.what}: {line.ours:.4g} {line.unit}{theirs}", highlight=False)
+    except Exception as error:
+        bench.notes.append(f"{name} ended early: {type(error).__name__}: {str(error).strip()[:400]}")
+        return lines, False
+    finally:
+        free()
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
+    return lines, True
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = benchmark_parser(__doc__.split("\n")[0], CASES, "samples of each attention per line")
+    arguments = parser.parse_args()
+    if DEVICE == "cpu" and not arguments.quick:
+        parser.error("there is no GPU: only --quick runs on a CPU")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+    machine = {**describe_machine(), "transformers": transformers.__version__}
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else machine["processor"]
+    machine["device"] = device
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(
+        f"{device}; transformers {machine['transformers']}, torch {machine['torch']}, flash_dmattn "
+        f"{machine['version']}",
+        highlight=False,
+    )
+    report = Report(machine, title="Doge; ratio = other's time or memory over ours (its quartiles)")
+    bench = Bench(max(2, arguments.repeats), arguments.quick)
+    check_equal(bench)
+    is_complete = True
+    for name in arguments.only:
+        lines, came_to_end = run_case(name, bench, console)
+        is_complete &= came_to_end
+        report.comparisons.extend(lines)
+        if arguments.json:
+            report.write_json(arguments.json)  # after each case: a run that is cut short leaves what it has
+    report.print_table(console)
+    for note in dict.fromkeys(bench.notes):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    return 0 if is_complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

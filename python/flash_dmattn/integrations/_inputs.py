@@ -1,0 +1,69 @@
+"""What all integrations do with the arguments that Transformers' attention modules pass."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from .._arguments import as_number
+
+logger = logging.get_logger(__name__)
+
+
+def refuse_unsupported(dropout: float | None, arguments: dict[str, object]) -> None:
+    """Raises where ignoring an argument would give a wrong result; only warns that there are no attention weights.
+
+    Args:
+        dropout: probability, 0 outside of training.
+        arguments: the other keyword arguments of the call.
+    """
+    if dropout is not None and as_number("dropout", dropout) != 0.0:
+        raise ValueError(
+            "dropout of attention probabilities is not supported: set the model's attention dropout to 0 "
+            f"(config.attention_dropout, T5: config.dropout_rate) or use another attention; got dropout {dropout}"
+        )
+    if arguments.get("head_mask") is not None:
+        raise ValueError("head_mask is not supported: use attn_implementation='eager' for it")
+    if arguments.get("output_attentions"):
+        logger.warning_once("flash_dmattn computes no attention weights; None is returned in their place.")
+
+
+def model_dtype(module: nn.Module, query: Tensor) -> torch.dtype | None:
+    """The dtype to compute in if query is float32 but the model is not, as when PEFT keeps norms in float32.
+
+    Returns:
+        Autocast's dtype, else that from before quantisation, else that of the module's first Linear; None if query
+        is not float32 or nothing says another.
+    """
+    if query.dtype != torch.float32:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    config = getattr(module, "config", None)
+    if hasattr(config, "_pre_quantization_dtype"):
+        return config._pre_quantization_dtype
+    if getattr(config, "_is_quantized", False):
+        return config.dtype
+    return next((layer.weight.dtype for layer in module.modules() if isinstance(layer, nn.Linear)), None)
+
+
+def cast_inputs(target_dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors, query first, in target_dtype if query is float32 and this another; those that are None stay so."""
+    if target_dtype in (None, torch.float32) or tensors[0].dtype != torch.float32:
+        return tensors
+    logger.warning_once(f"Casting float32 inputs of attention to the model's {target_dtype}.")
+    return tuple(None if tensor is None else tensor.to(target_dtype) for tensor in tensors)
+
+
+def equal_head_dims(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """Query, key and value (..., D) padded to one head dim, where value has another, and the scale of query's own."""
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if head_dim == value_dim:
+        return query, key, value, scale
+    width = max(head_dim, value_dim)
+    padded = [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
+    return *padded, 1 / math.sqrt(head_dim) if scale is None else scale

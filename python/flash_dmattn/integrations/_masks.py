@@ -1,0 +1,220 @@
+"""Masks of Transformers' models as what selection and attention take: intervals of rows, per-key masks, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..prepared import PreparedMask, prepare_mask
+from ..selection import KeyIntervals, select_keys
+from ..utils.mask import topk_mask
+
+# ---- Intervals as a tensor. Transformers hands masks on to all layers if they are tensors with four dimensions.
+
+
+def row_intervals(
+    rows: int,
+    keys: int,
+    row_offset: int | Tensor = 0,
+    key_offset: int | Tensor = 0,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+    documents: Tensor | None = None,
+    padding: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """For every key the rows that see it, without looking at any row.
+
+    Row i stands at position row_offset + i, key j at key_offset + j.
+
+    Args:
+        left, right: a row sees keys from `left` positions before it to `right` behind it; None: all on that side.
+        documents: integers (B, keys) that never fall along a sequence; rows see keys of their own only. Rows and keys
+            are the same tokens then.
+        padding: bool (B, keys), False hides the key.
+
+    Returns:
+        int32 (B or 1, 1, 2, keys): begins, then ends.
+    """
+    key = torch.arange(keys, device=device)
+    row = (key + (key_offset - row_offset))[None]  # that stands where the key does
+    begin = torch.zeros_like(row) if right is None else row - right
+    end = torch.full_like(row, rows) if left is None else row + left + 1
+    if documents is not None:
+        documents = documents.contiguous()
+        begin = torch.maximum(begin, torch.searchsorted(documents, documents))
+        end = torch.minimum(end, torch.searchsorted(documents, documents, right=True))
+    begin, end = begin.clamp(0, rows), end.clamp(0, rows)
+    end = torch.maximum(begin, end)
+    if padding is not None:
+        begin, end = torch.where(padding, begin, 0), torch.where(padding, end, 0)
+    return torch.stack([begin, end], dim=-2)[:, None].int()
+
+
+def is_row_intervals(mask: object) -> bool:
+    """Whether it is what `row_intervals` returns. Masks of Transformers are bool or floating point."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] == 2
+
+
+def intervals_in(mask: Tensor) -> KeyIntervals:
+    """What `row_intervals` returned, as KeyIntervals."""
+    return KeyIntervals(mask[:, :, 0], mask[:, :, 1])
+
+
+# ---- Masks that are looked at once
+
+_prepared = WeakTensorKeyDictionary()
+_growing = WeakTensorKeyDictionary()
+
+
+def _once(known: WeakTensorKeyDictionary, mask: Tensor, make: Callable[[Tensor], object]) -> object:
+    """make(mask), remembered as long as the tensor lives and is not written to: all layers are given the same one."""
+    if mask.is_inference():  # these do not tell when they are written to
+        return make(mask)
+    found = known.get(mask)
+    if found is None or found[0] != mask._version:
+        known[mask] = found = mask._version, make(mask)
+    return found[1]
+
+
+_FEW_ROWS = 16  # docs/cuda.md, "Decode"
+
+
+def prepared_mask(mask: Tensor, rows: int) -> PreparedMask | KeyIntervals | Tensor:
+    """What attention takes for a bool mask (B or 1, heads, Sq or 1, Sk) or for what `row_intervals` returned.
+
+    Prepared for all layers at once, by reading a bool mask's elements; the mask as it is in compiled code, and for so
+    few rows that attention makes no plan.
+    """
+    is_intervals = is_row_intervals(mask)
+    if torch.compiler.is_compiling() or rows <= _FEW_ROWS:
+        return intervals_in(mask) if is_intervals else mask
+
+    def prepare(mask: Tensor) -> PreparedMask:
+        # What is remembered must not hold on to the mask itself: copies, or an alias of its memory.
+        held = KeyIntervals(*(mask[:, :, bound].clone() for bound in (0, 1))) if is_intervals else mask.detach()
+        return prepare_mask(held, rows)
+
+    return _once(_prepared, mask, prepare)
+
+
+# ---- Selection within masks
+
+
+@dataclass(frozen=True)
+class GrowingMask:
+    """A mask in which no row sees less than the rows before it, at least within its document. A key that drops out of
+    the best therefore never comes back, and `select_keys` can select within the mask.
+
+    Args:
+        causal: row i sees keys j <= i + n - Sq, where n keys exist; else all rows see the same keys.
+        key_mask: bool (B or 1, heads or 1, Sk), False hides the key.
+        seqlens_k: int32 (B or 1), how many keys exist; default all.
+        document_end: integers (B or 1, heads or 1, Sk), where the document of each key ends; Sq = Sk.
+    """
+
+    causal: bool
+    key_mask: Tensor | None = None
+    seqlens_k: Tensor | None = None
+    document_end: Tensor | None = None
+
+
+def growing_mask(mask: Tensor) -> GrowingMask | None:
+    """mask bool (B or 1, heads, Sq or 1, Sk) -> the same as a GrowingMask, None if it is none.
+
+    Reads the mask's elements, once for all layers.
+    """
+    if mask.shape[2] == 1:
+        return GrowingMask(False, mask[:, :, 0])
+    return _once(_growing, mask, _find_growing)
+
+
+def _find_growing(mask: Tensor) -> GrowingMask | None:
+    rows, keys = mask.shape[2:]
+    prepared = prepare_mask(mask)
+    if prepared.kind == "keys":
+        return GrowingMask(False, prepared.mask[:, :, 0])
+    if prepared.kind == "mask":
+        return None
+    begin, end = prepared.intervals.begin.long(), prepared.intervals.end.long()
+    seen, key = begin < end, torch.arange(keys, device=mask.device)
+    if not (seen & (end != rows)).any():
+        # Causal: a key that is not seen by all rows is first seen by the row where it stands, the same way for all.
+        late = seen & (begin > 0)
+        shift = torch.where(late, key - begin, -rows).amax((1, 2))
+        shift = torch.where(late.any(2).any(1), shift, keys - rows)
+        stands = key - shift[:, None, None]
+        if (seen & (begin != stands.clamp(min=0))).any() or (shift > keys - rows).any():
+            return None
+        seqlens_k = None if (shift == keys - rows).all() else (shift + rows).int()
+        return GrowingMask(True, seen, seqlens_k)
+    # Documents: each key is first seen by its own row, and the last row that sees it ends a document.
+    end = torch.where(seen, end, 0)
+    ended = torch.nn.functional.pad(end.cummax(-1).values, (1, -1))  # the latest end of the keys before
+    follows = (begin == key) & ((ended <= key) | (ended == end))
+    if rows != keys or (seen & ~follows).any():
+        return None
+    return GrowingMask(True, seen, None, end)
+
+
+_MOST_DOCUMENT_KEYS = 1 << 21  # so that a document's end and a float32 fit into the 53 bits of a float64
+
+
+def select_within(scores: Tensor, window_size: int, mask: GrowingMask, rows: int) -> KeyIntervals:
+    """The `window_size` keys of highest score among those that the mask shows each row.
+
+    Args:
+        scores: (B or 1, heads, Sk), detached here. Under documents float64 is rounded to float32.
+
+    Returns:
+        Intervals (B or 1, heads, Sk), which include the mask.
+    """
+    scores, key_mask, seqlens_k = scores.detach(), mask.key_mask, mask.seqlens_k
+    held = (key_mask, seqlens_k, mask.document_end)
+    batch = max([scores.shape[0], *(tensor.shape[0] for tensor in held if tensor is not None)])
+    heads = max([scores.shape[1], *(tensor.shape[1] for tensor in held if tensor is not None and tensor.dim() == 3)])
+    scores = scores.expand(batch, heads if scores.shape[1] == 1 else -1, -1)
+    seqlens_k = None if seqlens_k is None else seqlens_k.expand(batch)
+    if mask.document_end is not None:
+        # Keys of later documents are ranked above all others, so that no row's own document loses to one before it.
+        # What rows of an early document would see of the ones before is cut off by the documents' ends.
+        kept = ~(scores <= torch.finfo(scores.dtype).min)
+        key_mask = kept if key_mask is None else kept & key_mask
+        scores = _rank_in_documents(scores, mask.document_end)
+    intervals = select_keys(
+        scores, window_size, seqlen_q=rows, causal=mask.causal, key_mask=key_mask, seqlens_k=seqlens_k
+    )
+    if mask.document_end is None:
+        return intervals
+    end = torch.minimum(intervals.end, mask.document_end.int())
+    return KeyIntervals(intervals.begin, torch.maximum(intervals.begin, end))
+
+
+def _rank_in_documents(scores: Tensor, document_end: Tensor) -> Tensor:
+    """float64 (B, heads, Sk) in the order of documents first and of scores second."""
+    if scores.shape[2] > _MOST_DOCUMENT_KEYS:
+        raise ValueError(
+            f"keys must be at most {_MOST_DOCUMENT_KEYS} to select within documents; got {scores.shape[2]}"
+        )
+    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0 is 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = torch.where(scores.isnan(), 0x7FFFFFFF, ordered)
+    return document_end.double() * 2.0**32 + ordered.double()
+
+
+def dense_selection(scores: Tensor, window_size: int, mask: Tensor | None) -> Tensor:
+    """As `select_within` for any bool mask and for scores with rows of their own, with Sq * Sk elements and
+    torch.topk's choice among equal scores.
+
+    Args:
+        scores: (B or 1, heads, Sk) or (B or 1, heads, Sq or 1, Sk). mask: bool (B or 1, heads or 1, Sq or 1, Sk).
+
+    Returns:
+        bool, in the form of scores or (B, heads, Sq, Sk).
+    """
+    return topk_mask(scores, mask, window_size, torch.finfo(scores.dtype).min)

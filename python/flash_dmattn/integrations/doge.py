@@ -1,0 +1,382 @@
+"""Transformers' own Doge models on dynamic mask attention, in memory that is linear in the length.
+
+    from flash_dmattn.integrations import doge
+
+    doge.enable(model)  # or doge.enable(), for all Doge models
+
+Every row selects the keys of highest score among those it can see, as Transformers' eager attention does with an
+Sq x Sk mask ("Trainable Dynamic Mask Sparse Attention", arXiv 2508.02124).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DogeConfig, PreTrainedConfig, masking_utils
+from transformers.cache_utils import CacheLayerMixin
+from transformers.models.doge import modeling_doge
+from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalLM, DogePreTrainedModel
+
+from ..functional import attention
+from ..prepared import PreparedMask
+from ..selection import KeyIntervals, select_keys
+from . import attention_interface
+from ._inputs import cast_inputs, model_dtype, refuse_unsupported
+from ._masks import (
+    GrowingMask,
+    dense_selection,
+    growing_mask,
+    intervals_in,
+    is_row_intervals,
+    prepared_mask,
+    row_intervals,
+    select_within,
+)
+
+_enabled_configs: set[type[PreTrainedConfig]] = set()
+_implementations_before: WeakKeyDictionary[DogePreTrainedModel, str] = WeakKeyDictionary()
+
+
+def enable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) -> None:
+    """Lets Doge models run on flash_dmattn, for training and generation. Weights and results stay what they are.
+
+    Args:
+        model_or_class: a model, or any module that holds one (of PEFT, DDP and the like); it then has
+            attn_implementation "dmattn". A Doge model class, all of whose models are meant, those that exist and those
+            to come, as long as their configuration class is the same. None: all Doge models.
+
+    Raises:
+        ValueError: there is no Doge model in it. TypeError: it is neither of these.
+    """
+    if model_or_class is None or isinstance(model_or_class, type):
+        _enabled_configs.add(_config_class(model_or_class))
+        return
+    for model in _models_in(model_or_class):
+        if model.config._attn_implementation != attention_interface.NAME:
+            _implementations_before[model] = model.config._attn_implementation
+            model.set_attn_implementation(attention_interface.NAME)
+
+
+def disable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) -> None:
+    """Takes `enable` with the same argument back: Transformers' own attention runs again, in a model the one that it
+    had before ("eager" if it had none other).
+
+    Raises:
+        As `enable`.
+    """
+    if model_or_class is None or isinstance(model_or_class, type):
+        _enabled_configs.discard(_config_class(model_or_class))
+        return
+    for model in _models_in(model_or_class):
+        if model.config._attn_implementation == attention_interface.NAME:
+            model.set_attn_implementation(_implementations_before.pop(model, "eager"))
+
+
+def _config_class(model_class: type | None) -> type[PreTrainedConfig]:
+    if model_class is None:
+        return DogeConfig
+    if not issubclass(model_class, DogePreTrainedModel):
+        raise ValueError(f"model_or_class must be a Doge model or class of Transformers; got {model_class.__name__}")
+    return model_class.config_class
+
+
+def _models_in(module: nn.Module) -> list[DogePreTrainedModel]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"model_or_class must be a module, a class or None; got model_or_class of type {type(module).__name__}"
+        )
+    models = [model for model in module.modules() if isinstance(model, DogePreTrainedModel)]
+    if not models:
+        raise ValueError(f"model_or_class must hold a Doge model of Transformers; got {type(module).__name__}")
+    return models
+
+
+def _runs_here(config: PreTrainedConfig) -> bool:
+    return config._attn_implementation == attention_interface.NAME or isinstance(config, tuple(_enabled_configs))
+
+
+# ---- What is put in the place of Transformers' functions. For models that are not enabled it calls these.
+
+
+def install() -> None:
+    """Puts this module's functions before those of Transformers' Doge. Importing flash_dmattn.integrations does it."""
+    if DogeAttention.forward is _forward:
+        return
+    DogeAttention.forward = _forward
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        setattr(modeling_doge, name, _before(getattr(modeling_doge, name)))
+    # Called by generate() for static caches, ahead of the model's forward.
+    their_masks = getattr(DogeForCausalLM, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+    DogeForCausalLM.create_masks_for_generate = staticmethod(_before(their_masks))
+
+
+def _before(theirs: Callable) -> Callable:
+    @functools.wraps(theirs)
+    def create_mask(config: PreTrainedConfig, *args: object, **kwargs: object) -> Tensor | None:
+        return (_create_mask if _runs_here(config) else theirs)(config, *args, **kwargs)
+
+    return create_mask
+
+
+def _create_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: Tensor | None = None,
+    **_: object,
+) -> Tensor | None:
+    """What the layers get as attention_mask, made once per forward.
+
+    Returns:
+        None: nothing is hidden but by the causal rule. int32 (B, 1, 1, Sk): 0 hides the key from all rows. int32
+        (B or 1, 1, 2, Sk): the rows that see each key, as of `row_intervals`; documents, or windows of configurations
+        that have them. Bool (B or 1, heads or 1, Sq or 1, Sk): the mask with four dimensions that was given.
+    """
+    rows, device, layer = inputs_embeds.shape[1], inputs_embeds.device, 0
+    row_offset, keys, key_offset, documents = 0, rows, 0, None
+    if past_key_values is not None:
+        row_offset = past_key_values.get_query_offset(layer)
+        row_offset = row_offset.to(device) if isinstance(row_offset, Tensor) else row_offset
+        keys, key_offset = past_key_values.get_mask_sizes(rows, layer)
+    elif attention_mask is not None:
+        keys = attention_mask.shape[-1]
+    elif position_ids is not None and _is_causal(config):
+        position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
+        documents = masking_utils.find_packed_sequence_indices(position_ids)
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(device)
+        if attention_mask.dim() == 4:
+            return attention_mask if attention_mask.dtype == torch.int32 else _as_bool(attention_mask, keys)
+    padding = attention_interface.padding_of(attention_mask, keys, key_offset)
+    if config.sliding_window is None and documents is None:
+        return None if padding is None else padding[:, None, None].int()
+    left, right = _window(config)
+    return row_intervals(
+        rows,
+        keys,
+        row_offset,
+        key_offset,
+        left=left,
+        right=right,
+        documents=documents,
+        padding=padding,
+        device=device,
+    )
+
+
+def _as_bool(mask: Tensor, keys: int) -> Tensor:
+    """A mask that a user made, bool or 0 where visible and added to the scores, as bool. The same tensor if it is."""
+    mask = mask if mask.dtype == torch.bool else mask == 0
+    return mask if mask.shape[3] == keys else mask[..., :keys]
+
+
+def _is_causal(config: PreTrainedConfig) -> bool:
+    return getattr(config, "is_causal", True)
+
+
+def _window(config: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """How many positions before and behind it a row sees, None: all."""
+    window = config.sliding_window
+    if _is_causal(config):
+        return None if window is None else window - 1, 0
+    return window, window
+
+
+_their_forward = DogeAttention.forward
+
+
+@functools.wraps(_their_forward)
+def _forward(
+    self: DogeAttention,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    if not _runs_here(self.config):
+        return _their_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+    refuse_unsupported(self.attention_dropout if self.training else 0.0, kwargs)
+
+    lengths = hidden_states.shape[:-1]
+    by_head = (*lengths, -1, self.head_dim)
+    query = self.q_norm(self.q_proj(hidden_states).view(by_head)).transpose(1, 2)
+    key = self.k_norm(self.k_proj(hidden_states).view(by_head)).transpose(1, 2)
+    value = self.v_proj(hidden_states).view(by_head).transpose(1, 2)
+    query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+
+    step = None
+    if past_key_values is None:
+        scores = _scores(self, value)
+    else:
+        step = _CacheStep(self, past_key_values)
+        key, value, scores = step.update(key, value)
+    visible, is_causal, seqlens_k = _visible_keys(self, scores, attention_mask, query.shape[2], step)
+
+    query, key, value = cast_inputs(model_dtype(self, query), query, key, value)
+    out = attention(
+        *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+        mask=visible,
+        bias=scores,
+        scale=self.scaling,
+        is_causal=is_causal,
+        seqlens_k=seqlens_k,
+    )
+    return self.o_proj(out.reshape(*lengths, -1)), None
+
+
+def _scores(module: DogeAttention, value: Tensor) -> Tensor:
+    """What keys are selected by and what is added to attention's scores: value (B, Hkv, S, D) -> (B, Hkv, S)."""
+    steps = module.dt_proj(value.transpose(1, 2).flatten(2))
+    return torch.exp(module.A * F.softplus(steps)).transpose(1, 2)
+
+
+def _visible_keys(
+    module: DogeAttention, scores: Tensor, mask: Tensor | None, rows: int, step: _CacheStep | None
+) -> tuple[KeyIntervals | PreparedMask | Tensor | None, bool, Tensor | None]:
+    """attention's mask, is_causal and seqlens_k: the best keys of every row within the mask."""
+    config, window_size, keys = module.config, module.keep_window_size, scores.shape[2]
+    selects = keys > window_size
+    if mask is not None and mask.dtype != torch.int32:
+        mask = _as_bool(mask, keys)
+        return (_select_in_mask(scores, window_size, mask, rows) if selects else prepared_mask(mask, rows)), False, None
+    if is_row_intervals(mask):
+        left, right = _window(config)
+        if not selects or (left is not None and window_size > left + right):
+            return prepared_mask(mask, rows), False, None
+        intervals = intervals_in(mask)
+        if left is not None:
+            # Within a window a key that dropped out may come back, when better ones have left: no interval says that.
+            return dense_selection(scores, window_size, intervals.dense_mask(rows)), False, None
+        growing = GrowingMask(True, intervals.begin < intervals.end, None, intervals.end)
+        return select_within(scores, window_size, growing, rows), False, None
+    is_causal, key_mask = _is_causal(config), None if mask is None else mask[:, :, 0] != 0
+    seqlens_k = None if step is None else step.seqlens_k
+    if not selects:
+        return key_mask, is_causal, seqlens_k
+    if rows == 1 and key_mask is None and seqlens_k is None and step is not None:
+        return step.best_keys(window_size), False, None
+    visible = select_keys(scores, window_size, seqlen_q=rows, causal=is_causal, key_mask=key_mask, seqlens_k=seqlens_k)
+    return visible, is_causal, seqlens_k
+
+
+def _select_in_mask(scores: Tensor, window_size: int, mask: Tensor, rows: int) -> KeyIntervals | Tensor:
+    growing = None if torch.compiler.is_compiling() else growing_mask(mask)
+    if growing is None:
+        return dense_selection(scores, window_size, mask)
+    return select_within(scores, window_size, growing, rows)
+
+
+# ---- Generation
+
+
+@dataclass
+class _KnownScores:
+    """What is known of a cache layer's values, as long as they are the same tensor and were not written to."""
+
+    module: ref[DogeAttention]
+    values: ref[Tensor]
+    version: int
+    scores: Tensor  # (B, Hkv, Sk)
+    best: Tensor | None = None  # bool (B, Hkv, Sk) or shorter: the best keys of all, if the last step needed them
+    window_size: int = 0  # how many these are
+
+    def hold_for(self, module: DogeAttention, values: Tensor | None) -> bool:
+        return self.module() is module and self.values() is values and self.version == values._version
+
+
+# Whatever changes a cache (reordered beams, cropping, another batch) puts other tensors into its layers, or writes to
+# them; then everything is computed anew. Copies of a layer have no entry here.
+_known_scores: WeakKeyDictionary[CacheLayerMixin, _KnownScores] = WeakKeyDictionary()
+# Layers of CUDA graphs, whose replays write to values without telling. Of these nothing is ever known.
+_captured: WeakSet[CacheLayerMixin] = WeakSet()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class _CacheStep:
+    """One forward of one layer with a cache. Scores of keys that are in the cache already are not computed again."""
+
+    def __init__(self, module: DogeAttention, cache: Cache):
+        self.module, self.cache = module, cache
+        self.seqlens_k: Tensor | None = None  # int32 (B), of a static cache, which has slots for tokens to come
+        self.known: _KnownScores | None = None
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """key and value (B, Hkv, S, D) of new tokens -> those of all, and the scores of all, (B, Hkv, Sk)."""
+        before = self._before()
+        keys, values = self.cache.update(key, value, self.module.layer_idx)
+        length = self.cache.get_seq_length(self.module.layer_idx)
+        if isinstance(length, Tensor):
+            self.seqlens_k = length.to(values.device, torch.int32).expand(values.shape[0])
+        scores = None if before is None else self._extended(before, value, values.shape[2])
+        if scores is None:
+            scores, before = _scores(self.module, values), None
+        self._remember(values, scores, before)
+        return keys, values, scores
+
+    def best_keys(self, window_size: int) -> Tensor | KeyIntervals:
+        """The best of all keys, for one row that may see them all, from those of the row before if these are known: a
+        new key can only put out one of them."""
+        known = self.known
+        if known is None:
+            return select_keys(self.scores, window_size, seqlen_q=1, causal=False)
+        scores, best = known.scores, known.best
+        if best is None or best.shape[2] != scores.shape[2] - 1 or known.window_size != window_size:
+            intervals = select_keys(scores, window_size, seqlen_q=1, causal=False)
+            best = intervals.begin < intervals.end
+        else:
+            best = F.pad(best, (0, 1), value=True)
+            # argmin takes the first of equal scores, so that the newest stays. NaN ranks highest.
+            ranked = scores.nan_to_num(nan=torch.inf).masked_fill_(~best, torch.inf)
+            best.scatter_(2, ranked.argmin(2, keepdim=True), False)
+        known.best, known.window_size = best, window_size
+        return best
+
+    def _layer(self) -> CacheLayerMixin | None:
+        layers, index = self.cache.layers, self.module.layer_idx
+        return layers[index] if index < len(layers) else None
+
+    def _before(self) -> _KnownScores | None:
+        if torch.compiler.is_compiling():
+            return None
+        layer = self._layer()
+        if layer is not None and _is_capturing():
+            _captured.add(layer)
+            _known_scores.pop(layer, None)
+        known = None if layer is None else _known_scores.get(layer)
+        return known if known is not None and known.hold_for(self.module, layer.values) else None
+
+    def _extended(self, before: _KnownScores, value: Tensor, keys: int) -> Tensor | None:
+        """The scores of all `keys` keys from those before, None if they must be computed from all values."""
+        new = _scores(self.module, value)
+        if new.requires_grad or new.dtype != before.scores.dtype:
+            return None
+        rows = value.shape[2]
+        if self.seqlens_k is not None:
+            position = self.seqlens_k[:1] - rows + torch.arange(rows, device=value.device)
+            return before.scores.index_copy(2, position, new)
+        return torch.cat([before.scores, new], dim=2) if before.scores.shape[2] + rows == keys else None
+
+    def _remember(self, values: Tensor, scores: Tensor, before: _KnownScores | None) -> None:
+        self.scores = scores
+        if torch.compiler.is_compiling() or scores.requires_grad:
+            return
+        layer = self._layer()
+        # Layers of other kinds than dynamic and static return what they do not keep. Tensors of inference mode do not
+        # tell when they are written to.
+        if layer in _captured or layer.values is not values or values.is_inference():
+            return
+        self.known = _KnownScores(ref(self.module), ref(values), values._version, scores)
+        if before is not None:
+            self.known.best, self.known.window_size = before.best, before.window_size
+        _known_scores[layer] = self.known

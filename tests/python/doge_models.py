@@ -1,0 +1,76 @@
+"""Small Doge models with random weights, and their eager attention with the library's choice among equal scores."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from flash_dmattn.integrations import doge
+from torch import Tensor, nn
+from transformers import DogeConfig, DogeForCausalLM
+from transformers.models.doge.modeling_doge import DogeAttention
+
+VOCABULARY = 400
+
+
+def tiny_doge(window: int = 16, dtype: torch.dtype = torch.float32, **settings: object) -> DogeForCausalLM:
+    """Eager attention; A and dt_proj away from where all scores are equal."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "keep_window_size": window,
+        "attn_implementation": "eager",
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    model = DogeForCausalLM(DogeConfig(**(sizes | settings)))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # larger than by default, so that attention matters
+            nn.init.normal_(parameter, std=0.15)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.A)
+    return model.to(dtype).eval()
+
+
+def pair(*arguments: object, **settings: object) -> tuple[DogeForCausalLM, DogeForCausalLM]:
+    """The same model run by flash_dmattn and by its eager attention."""
+    eager = tiny_doge(*arguments, **settings)
+    ours = copy.deepcopy(eager)
+    doge.enable(ours)
+    return ours, keep_the_newest(eager)
+
+
+def keep_the_newest(model: DogeForCausalLM) -> DogeForCausalLM:
+    """Lets the model's own attention keep the newest of equal scores, where torch.topk may keep any. Tokens that come
+    twice have equal scores in the first layer."""
+    for module in model.modules():
+        if isinstance(module, DogeAttention):
+            module.prepare_dynamic_mask = newest_best_mask
+    return model
+
+
+def newest_best_mask(
+    hidden_states: Tensor, dt_states: Tensor, keep_window_size: int, attention_mask: Tensor | None = None
+) -> Tensor:
+    """In the place of DogeAttention.prepare_dynamic_mask: (B, Hkv, Sq, Sk), to be added to the scores."""
+    lowest, keys = torch.finfo(hidden_states.dtype).min, dt_states.shape[-1]
+    scores = dt_states[:, :, None].expand(-1, -1, hidden_states.shape[1], -1)
+    if attention_mask is not None:
+        hidden = attention_mask[..., :keys]
+        scores = scores.masked_fill(~hidden if hidden.dtype == torch.bool else hidden != 0, lowest)
+    order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept.scatter_(-1, keys - 1 - order[..., :keep_window_size], True)
+    return scores.masked_fill(~kept, lowest)
+
+
+def distinct_tokens(batch: int, length: int) -> Tensor:
+    """(batch, length), no token twice in a sequence."""
+    return torch.stack([torch.randperm(VOCABULARY - 3)[:length] + 3 for _ in range(batch)])

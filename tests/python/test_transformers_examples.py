@@ -1,0 +1,109 @@
+"""The examples for Transformers: they train, stop, resume, and leave what the next one starts from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DogeForCausalLM
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "benchmarks"
+STEPS = 100
+TINY = ["--context", "128", "--window", "32", "--batch-size", "8", "--layers", "2", "--width", "64", "--cpu"]
+TINY += ["--max-bytes", "1000000", "--learning-rate", "0.003", "--steps", str(STEPS)]
+
+
+def run(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(script), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def train(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return run(EXAMPLES / "train_doge.py", "--output", str(output), *TINY, *flags)
+
+
+def losses_of(output: Path) -> dict[str, object]:
+    return json.loads((output / "losses.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that was never interrupted."""
+    output = tmp_path_factory.mktemp("whole")
+    result = train(output)
+    assert result.returncode == 0, result.stderr
+    assert "the model continues held-out text" in result.stdout
+    return output
+
+
+def test_doge_learns(finished: Path) -> None:
+    found = losses_of(finished)
+    assert len(found["train_bits_per_byte"]) == STEPS
+    assert found["train_bits_per_byte"][0] > 7.5  # about 8 bits, which know nothing
+    assert found["validation_bits_per_byte"] < 4.3  # bytes by themselves have 4.5
+    model = DogeForCausalLM.from_pretrained(finished / "model")
+    assert model.config._attn_implementation != "dmattn"  # what is saved is Transformers' own
+    assert all(layer.self_attn.A.any() for layer in model.model.layers)
+
+
+def test_resumed_run_equals_uninterrupted_one(finished: Path, tmp_path: Path) -> None:
+    paused = train(tmp_path, "--pause-at", "50", "--no-checkpointing")
+    assert paused.returncode == 0, paused.stderr
+    assert f"Paused at step 50 of {STEPS}" in paused.stdout
+    resumed = train(tmp_path, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    expected, found = (torch.tensor(losses_of(output)["train_bits_per_byte"]) for output in (finished, tmp_path))
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.02)  # bfloat16, any number of threads
+    other = train(tmp_path, "--resume", "--window", "16")
+    assert other.returncode != 0 and "the run began with --window 32, not 16" in other.stderr
+
+
+def test_bad_settings_are_explained(tmp_path: Path) -> None:
+    for script, flags, message in (
+        ("train_doge.py", ["--resume", "--output", str(tmp_path), *TINY], "--resume: there is no"),
+        ("finetune_lora.py", ["--model", str(tmp_path)], "there is no model in"),
+    ):
+        result = run(EXAMPLES / script, *flags)
+        assert result.returncode != 0 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_lora_adapts_to_another_text(finished: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All work and no play makes Jack a dull boy.\n" * 500)
+    flags = ["--model", str(finished / "model"), "--text", str(text), "--output", str(tmp_path / "lora")]
+    flags += ["--steps", "60", "--context", "64", "--batch-size", "8", "--learning-rate", "0.02", "--device", "cpu"]
+    result = run(EXAMPLES / "finetune_lora.py", *flags)
+    assert result.returncode == 0, result.stderr
+    found = losses_of(tmp_path / "lora")
+    assert found["validation_after"] < found["validation_before"] - 1
+    assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+
+
+DOCUMENTED = re.findall(
+    r"```python\n(import torch\n.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize("code", DOCUMENTED, ids=["ordinary", "doge"])
+def test_code_in_the_docs_runs(code: str) -> None:
+    exec(compile(code, "docs/transformers.md", "exec"), {})
+
+
+def test_benchmark_runs(tmp_path: Path) -> None:
+    result = run(
+        BENCHMARKS / "gpu_doge.py", "--quick", "--repeats", "2", "--threads", "1", "--json", str(tmp_path / "out.json")
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = json.loads((tmp_path / "out.json").read_text())["comparisons"]
+    assert {line["other"] for line in lines} == {"sdpa", "eager"}
+    assert {line["case"].split()[0] for line in lines} == {"training", "decode", "generate"}
+    assert all(line["ours"] > 0 and line["theirs"] > 0 for line in lines)
+    assert "note:" not in result.stdout
