@@ -1,5 +1,5 @@
 // A Visibility as one chunk of query rows sees it: what planning asks for every key, with all that does not depend on
-// the key worked out before. The same as visible_units in visibility.cuh, for several keys at once.
+// the key worked out before, for several keys at once.
 #pragma once
 
 #include <climits>
@@ -47,9 +47,10 @@ __device__ inline ChunkRules chunk_rules(const Visibility& visibility, std::int3
   return rules;
 }
 
-// units[k]: bit u is set if unit u of the chunk may see keys[k], as visible_units says, and bit 16 + u if every row of
-// it does, those past the last aside; 0 if no unit may. All loads are under way before the first is used. Keys outside
-// [0, limit) are seen by no unit.
+// units[k]: bit u is set if unit u of the chunk may see keys[k], and bit 16 + u if every row of it does, those past the
+// last aside; 0 if no unit may. Exact but for a packed mask beside other rules: a unit may be named then of which the
+// mask and the others show different rows. All loads are under way before the first is used. Keys outside [0, limit)
+// are seen by no unit.
 template <int kCount>
 __device__ inline void units_of_keys(const ChunkRules& rules, const std::int32_t (&keys)[kCount],
                                      std::uint32_t (&units)[kCount]) {

@@ -90,21 +90,4 @@ __device__ inline bool any_row_sees(const Visibility& visibility, RowRange range
   return false;
 }
 
-// Bit u: a row of unit u of the chunk may see the key. Exact but for a packed mask beside other rules, where a unit may
-// be named of which the mask and the others show different rows.
-__device__ inline std::uint32_t visible_units(const Visibility& visibility, std::int32_t batch, std::int32_t head,
-                                              std::int32_t existing, std::int32_t key, std::int32_t chunk) {
-  const std::int32_t first_row = chunk * kChunkRows;
-  const RowRange range = visible_rows(visibility, batch, head, existing, key);
-  if (range.end <= first_row || range.begin >= range.end) return 0;
-  const std::int32_t last = min(range.end - 1 - first_row, kChunkRows - 1);
-  const std::int32_t first = max(range.begin - first_row, 0);
-  if (first > last) return 0;
-  std::uint32_t units = bit_range(first / kUnitRows, last / kUnitRows + 1);
-  if (units != 0 && visibility.packed.defined()) {
-    units &= visibility.packed.units[visibility.packed.offset(batch, head, chunk, key)];
-  }
-  return units;
-}
-
 }  // namespace flash_dmattn::internal::cuda
