@@ -294,8 +294,9 @@ def plan_bytes(
         _divide_up(torch.sym_min(torch.sym_max(keys // 4, 4096), keys), 128), (2**31 - 1) // 128
     )
     tiles = 2 * _divide_up(keys, 128)
-    # Bytes of chunks, keys, units of tiles and full units.
-    arrays = [8 * plan_chunks, 4 * plan_chunks * capacity, 2 * plan_chunks * tiles, 2 * plan_chunks * tiles]
+    # Bytes of chunks, keys, units of tiles, full units and tiles of units.
+    tile_bytes = 2 * plan_chunks * tiles
+    arrays = [8 * plan_chunks, 4 * plan_chunks * capacity, tile_bytes, tile_bytes, 64 * plan_chunks]
     if mask is not None and views[0][2] != 1:
         mask_batches, mask_heads, _, mask_keys = views[0]
         entries = mask_batches * mask_heads * row_chunks * mask_keys

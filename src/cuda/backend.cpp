@@ -72,6 +72,7 @@ void fill(const AttentionProblem& problem, const PreparedVisibility& prepared, A
   params->shared_limit = shared_limit();
   params->visibility = prepared.visibility;
   params->plan = prepared.plan;
+  params->processors = processor_count();
 }
 
 // Calls `launch` with an element and a bucket as types.
@@ -98,6 +99,11 @@ void log_call(const char* direction, const AttentionProblem& problem, const char
 }
 
 std::int64_t bias_elements(const BroadcastView& bias) { return bias.batches * bias.heads * bias.rows * bias.keys; }
+
+// Only a plan tells how long a block takes.
+std::int32_t* take_order(const PreparedVisibility& prepared, Arena* arena) {
+  return prepared.planned ? arena->take<std::int32_t>(kMostOrderedBlocks) : nullptr;
+}
 
 // Scratch memory of the backward beside the plan, and how its work is cut.
 struct BackwardScratch {
@@ -137,10 +143,11 @@ struct BackwardScratch {
   void cut(const BackwardProblem& problem, const PreparedVisibility& prepared, BackwardTiles tiles) {
     const std::int64_t group = problem.group();
     const std::int64_t key_blocks = (problem.keys + tiles.keys - 1) / tiles.keys * problem.batch * problem.key_heads;
-    // Heads that see different keys have lists of their own; and a few tiles of keys alone leave most of a GPU idle.
-    constexpr std::int64_t kFewBlocks = 128;
+    // Heads that see different keys have lists of their own; and a few tiles of keys alone leave most of a GPU idle,
+    // the more so where they see different numbers of rows.
+    const std::int64_t few_blocks = prepared.planned ? 256 : 128;
     const bool own_lists = prepared.planned && prepared.plan.head_divisor < group;
-    const bool few = key_blocks < kFewBlocks && !deterministic;
+    const bool few = key_blocks < few_blocks && !deterministic;
     splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
     wants_sums = prepared.planned || splits > 1;
     launch_chunks = prepared.plan.chunk_count;
@@ -206,6 +213,16 @@ cudaError_t clear(void* sums, std::size_t bytes, cudaStream_t stream) {
   return sums == nullptr || bytes == 0 ? cudaSuccess : cudaMemsetAsync(sums, 0, bytes, stream);
 }
 
+cudaError_t clear_key_sums(const BackwardProblem& problem, const PreparedVisibility& prepared,
+                           const BackwardScratch& scratch, cudaStream_t stream) {
+  if (scratch.stored != nullptr) {
+    return launch_clear_key_sums(problem, prepared.plan, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums,
+                                 scratch.stored, stream);
+  }
+  const cudaError_t error = clear(scratch.dkey_sums, scratch.key_bytes, stream);
+  return error != cudaSuccess ? error : clear(scratch.dvalue_sums, scratch.key_bytes, stream);
+}
+
 // No query row: every gradient that is asked for is zero.
 Status clear_gradients(const BackwardProblem& problem, cudaStream_t stream) {
   constexpr std::size_t kElementBytes = 2;
@@ -260,13 +277,10 @@ void launch_results(const BackwardProblem& problem, const PreparedVisibility& pr
       });
     });
   }
-  const auto round = [&](const float* sums, const TokenView& gradient) {
-    if (sums == nullptr) return;
-    launches->then(
-        [&] { return launch_key_gradients(problem, sums, scratch.colors, scratch.stored, gradient, stream); });
-  };
-  round(scratch.dkey_sums, problem.dkey);
-  round(scratch.dvalue_sums, problem.dvalue);
+  launches->then([&] {
+    return launch_key_gradients(problem, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums, scratch.stored,
+                                stream);
+  });
   if (scratch.dbias_by_head) {
     launches->then([&] { return launch_shared_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
   } else if (problem.dbias.defined() && scratch.dbias_sums != problem.dbias.data) {
@@ -317,7 +331,9 @@ Status forward_workspace(const AttentionProblem& problem, std::size_t* bytes) {
     return {};
   }
   Arena arena(nullptr);
-  PreparedVisibility().prepare(problem, &arena, false, nullptr, nullptr);
+  PreparedVisibility prepared;
+  prepared.prepare(problem, &arena, false, nullptr, nullptr);
+  take_order(prepared, &arena);
   *bytes = arena.used();
   return {};
 }
@@ -343,6 +359,7 @@ Status forward(const ForwardProblem& problem, void* workspace, void* stream_hand
     return status_of(launch_decode(params, problem.dtype, processor_count(), workspace, stream));
   }
   log_call("forward", problem, plan_kind(prepared));
+  params.order.blocks = take_order(prepared, &arena);
   launches.then([&] {
     return by_type(problem, [&]<typename Element, int kHeadDim>() {
       return launch_forward<Element, kHeadDim>(params, prepared.planned, stream);
@@ -357,6 +374,7 @@ Status backward_workspace(const BackwardProblem& problem, std::size_t* bytes) {
   PreparedVisibility prepared;
   prepared.prepare(problem, &arena, false, nullptr, nullptr);
   BackwardScratch().take(problem, prepared, &arena);
+  take_order(prepared, &arena);
   *bytes = arena.used();
   return {};
 }
@@ -370,13 +388,13 @@ Status backward(const BackwardProblem& problem, void* workspace, void* stream_ha
   prepared.prepare(problem, &arena, true, &launches, stream);
   BackwardScratch scratch;
   scratch.take(problem, prepared, &arena);
-  const BackwardParams params = backward_params(problem, prepared, scratch);
+  BackwardParams params = backward_params(problem, prepared, scratch);
+  params.order.blocks = take_order(prepared, &arena);
   log_call("backward", problem, plan_kind(prepared));
   launches.then([&] { return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, stream); })
       .then([&] { return clear(scratch.dquery_sums, scratch.dquery_bytes, stream); })
-      .then([&] { return clear(scratch.dkey_sums, scratch.key_bytes, stream); })
-      .then([&] { return clear(scratch.dvalue_sums, scratch.key_bytes, stream); })
-      .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); });
+      .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); })
+      .then([&] { return clear_key_sums(problem, prepared, scratch, stream); });
   launch_key_passes(problem, prepared, scratch, params, &launches, stream);
   launch_results(problem, prepared, scratch, params, &launches, stream);
   return launches.status();

@@ -30,6 +30,13 @@ struct ScoreRule {
   float inner_scale = 0;           // 2 * log2(e) * scale / softcap: tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1)
 };
 
+// The last `count` blocks of a launch, in the order in which they start (portable/block_order.cuh).
+constexpr int kMostOrderedBlocks = 1024;
+struct BlockOrder {
+  std::int32_t* blocks = nullptr;  // scratch of kMostOrderedBlocks; null: they start as they are numbered
+  std::int32_t count = 0;
+};
+
 struct AttentionParams {
   TokenView query, key, value;  // (B, Sq, H, D), (B, Sk, Hkv, D)
   BroadcastView bias;           // data null: none
@@ -43,6 +50,8 @@ struct AttentionParams {
   std::size_t shared_limit = kWideSharedBytes;  // bytes of shared memory that a block may have
   Visibility visibility;
   DevicePlan plan;  // unset for what the causal rule and lengths alone hide
+  std::int32_t processors = 1;
+  BlockOrder order;
   // bool, as given, whether it differs by row or not; data null: none. For decode, which needs no plan: only it reads
   // this, and not visibility.key_mask or visibility.packed.
   BroadcastView mask;
@@ -74,9 +83,9 @@ struct BackwardParams : AttentionParams {
   BroadcastView dbias;                                 // strides of dbias_sums
   bool wants_dkey = false, wants_dvalue = false;
   bool uses_sums = false;
-  // (B, Hkv): whether the kernel stored dkey and dvalue all the same, since no chunk of that head has a list and every
-  // key had one owner; null: it never does.
-  std::uint8_t* stored = nullptr;
+  // (B, Hkv): whether dkey and dvalue are stored all the same, since no chunk of that head has a list and every key has
+  // one owner; null: never.
+  const std::uint8_t* stored = nullptr;
   std::int32_t splits = 1;  // blocks that share a tile of keys, each with some of the group's heads
 
   // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.

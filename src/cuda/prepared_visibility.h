@@ -57,7 +57,7 @@ struct PreparedVisibility {
   void make(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream);
 
   // The two parts of `make`. What is placed is all that is read later: packed words and units, chunks, keys, units and
-  // full units of tiles, one array after another. Where they lie follows from shapes and strides
+  // full units of tiles, tiles of units, one array after another. Where they lie follows from shapes and strides
   // (python/flash_dmattn/_library.py counts their bytes, too).
   void place(const AttentionProblem& problem, Arena* arena);
   // `staging` holds staging_size bytes, aligned to 64.

@@ -107,6 +107,11 @@ void expect_chunk(const DevicePlan& plan, const ExpectedChunk& expected, std::in
   auto full = to_host(plan.tile_full + entry * plan.tiles, plan.tiles);
   for (std::uint16_t& tile : full) tile &= static_cast<std::uint16_t>((1u << units) - 1);
   ASSERT_EQ(full, expected.tile_full);
+  std::vector<std::int32_t> unit_tiles(static_cast<std::size_t>(units));
+  for (std::size_t unit = 0; unit < unit_tiles.size(); ++unit) {
+    for (std::uint16_t tile : expected.tile_units) unit_tiles[unit] += tile >> unit & 1;
+  }
+  ASSERT_EQ(to_host(plan.unit_tiles + entry * kChunkUnits, units), unit_tiles);
   if (keys.first >= 0) return;
   constexpr std::size_t kPair = 2 * kListTile;
   std::vector<std::int32_t> list = expected.list;

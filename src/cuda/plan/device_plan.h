@@ -29,6 +29,7 @@ struct DevicePlan {
   // those of which every row sees all of its keys.
   const std::uint16_t* tile_units = nullptr;
   const std::uint16_t* tile_full = nullptr;
+  const std::int32_t* unit_tiles = nullptr;  // (plan batches, plan heads, chunks, kChunkUnits): tiles that a unit sees
   std::int32_t chunk_count = 0;
   std::int32_t capacity = 0;  // keys of a list at most, a multiple of 2 * kListTile
   std::int32_t tiles = 0;  // tiles of all keys, even, and at least capacity / kListTile; those past the last key are 0

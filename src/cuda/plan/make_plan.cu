@@ -33,6 +33,7 @@ struct PlanArrays {
   ChunkKeys* chunks;
   std::int32_t* keys;
   std::uint16_t *tile_units, *tile_full;
+  std::int32_t* unit_tiles;
   Staging staging;  // of all chunks; null if capacity <= kStagedKeys
 };
 
@@ -56,6 +57,7 @@ struct SharedCounts {
   std::int32_t lowest[kPlanWarps], highest[kPlanWarps];
   std::int32_t bins[kPlanWarps][kBins];  // a warp's keys of a bin, then where its next key of the bin stands
   std::int32_t totals[kBins];
+  std::int32_t unit_tiles[kChunkUnits];
 };
 
 struct Found {
@@ -193,9 +195,16 @@ __device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, c
 struct Tiles {
   std::uint16_t *units, *full;
 
+  std::int32_t* visits;  // (kChunkUnits) in shared memory: tiles that each unit sees
+
+  // By all lanes of a warp.
   __device__ void write(std::int32_t tile, std::uint32_t any, std::uint32_t all) const {
-    units[tile] = static_cast<std::uint16_t>(any & kAnyUnit);
-    full[tile] = static_cast<std::uint16_t>(all >> kChunkUnits);
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+      units[tile] = static_cast<std::uint16_t>(any & kAnyUnit);
+      full[tile] = static_cast<std::uint16_t>(all >> kChunkUnits);
+    }
+    if (((any & kAnyUnit) >> lane & 1) != 0) atomicAdd(&visits[lane], 1);
   }
 };
 
@@ -214,7 +223,7 @@ __device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::u
     }
     any = __reduce_or_sync(kAllLanes, any);
     all = __reduce_and_sync(kAllLanes, all);
-    if (lane == 0) tiles.write(tile, any, all);
+    tiles.write(tile, any, all);
   }
   return used;
 }
@@ -240,7 +249,7 @@ __device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::i
       for (int half = 0; half < kHalves; ++half) any |= units[t * kHalves + half], all &= units[t * kHalves + half];
       any = __reduce_or_sync(kAllLanes, any);
       all = __reduce_and_sync(kAllLanes, all);
-      if (lane == 0 && base + t < used) tiles.write(base + t, any, all);
+      if (base + t < used) tiles.write(base + t, any, all);
     }
   }
   return used;
@@ -258,7 +267,8 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
   const std::int64_t entry = static_cast<std::int64_t>(plan) * shape.chunk_count + chunk;
   const ChunkRules rules = chunk_rules(visibility, static_cast<std::int32_t>(plan / plan_heads),
                                        (plan % plan_heads) * shape.head_divisor, chunk);
-  const Tiles tiles = {arrays.tile_units + entry * shape.tiles, arrays.tile_full + entry * shape.tiles};
+  const Tiles tiles = {arrays.tile_units + entry * shape.tiles, arrays.tile_full + entry * shape.tiles,
+                       s_counts.unit_tiles};
   Staging staging;
   if constexpr (kStaged) {
     extern __shared__ std::uint32_t s_staged[];  // kStagedBytes
@@ -268,6 +278,8 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
     staging = {arrays.staging.keys + offset, arrays.staging.units + offset, arrays.staging.ordered_units + offset};
   }
 
+  if (threadIdx.x < kChunkUnits) s_counts.unit_tiles[threadIdx.x] = 0;
+  __syncthreads();
   Found found;
   if (rules.limit > 0) {
     if (rules.begin == nullptr && rules.key_mask == nullptr && rules.packed == nullptr) {
@@ -294,8 +306,11 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
   }
   if (threadIdx.x == 0) arrays.chunks[entry] = result;
   for (std::int32_t tile = used + static_cast<std::int32_t>(threadIdx.x); tile < shape.tiles; tile += kPlanThreads) {
-    tiles.write(tile, 0, 0);
+    tiles.units[tile] = tiles.full[tile] = 0;
   }
+  __syncthreads();
+  if (threadIdx.x < kChunkUnits)
+    arrays.unit_tiles[entry * kChunkUnits + threadIdx.x] = s_counts.unit_tiles[threadIdx.x];
 }
 
 std::size_t count_chunks(const PlanShape& shape, std::int64_t batch) {
@@ -310,6 +325,7 @@ PlanArrays take_arrays(Arena& arena, const PlanShape& shape, std::int64_t batch)
   arrays.keys = arena.take<std::int32_t>(chunks * static_cast<std::size_t>(shape.capacity));
   arrays.tile_units = arena.take<std::uint16_t>(chunks * static_cast<std::size_t>(shape.tiles));
   arrays.tile_full = arena.take<std::uint16_t>(chunks * static_cast<std::size_t>(shape.tiles));
+  arrays.unit_tiles = arena.take<std::int32_t>(chunks * kChunkUnits);
   return arrays;
 }
 
@@ -432,6 +448,7 @@ DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory) {
   plan.keys = arrays.keys;
   plan.tile_units = arrays.tile_units;
   plan.tile_full = arrays.tile_full;
+  plan.unit_tiles = arrays.unit_tiles;
   plan.chunk_count = shape.chunk_count;
   plan.capacity = shape.capacity;
   plan.tiles = shape.tiles;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/portable/backward_config.h"
+#include "cuda/portable/block_order.cuh"
 #include "cuda/portable/hide.cuh"
 #include "cuda/portable/key_results.cuh"
 #include "cuda/portable/row_walk.cuh"
@@ -48,7 +49,6 @@ struct BackwardBlock {
     Walk walk;
     KeyBlock block;
     int existing;
-    bool stores;  // results, instead of adding to sums
   };
   static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
 
@@ -71,27 +71,59 @@ struct BackwardBlock {
         score_gradients{probabilities.address + static_cast<std::uint32_t>(Config::kScoreBytes)},
         shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
         block(shared.block) {
-    const bool stores = !params.uses_sums || (params.stored != nullptr && !has_lists(own_block));
     if (threadIdx.x == 0) {
       shared.block = own_block;
       shared.existing = key_count(params.visibility, own_block.batch);
-      shared.stores = stores;
-      if (params.stored != nullptr && !own_block.listed && own_block.tile == 0) {
-        params.stored[own_block.batch * params.key_heads + own_block.key_head] = stores;
-      }
     }
     __syncthreads();
   }
 
-  // Whether blocks of lists add to what this block adds to.
-  __device__ bool has_lists(const KeyBlock& own_block) const {
-    if (own_block.listed) return true;
-    bool any = false;
-    for (int chunk = static_cast<int>(threadIdx.x); chunk < params.plan.chunk_count; chunk += kThreads) {
-      const ChunkKeys chunk_keys = params.plan.chunks[own_block.plan_chunk + chunk];
-      any = any || (chunk_keys.first < 0 && chunk_keys.count > 0);
+  // Of every key head first tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
+  __device__ static KeyBlock key_block(const BackwardParams& params, unsigned number) {
+    const int key_tiles = params.takes_ranges ? (params.keys + kKeys - 1) / kKeys : 0;
+    const int list_tiles = kPlanned ? params.plan.capacity / kKeys : 0;
+    const auto tiles = static_cast<unsigned>(key_tiles + list_tiles * (params.chunk_limit - params.first_chunk));
+    const int index = static_cast<int>(number % tiles), part = static_cast<int>(number / tiles);
+    const int heads = params.group / params.splits;
+
+    KeyBlock block;
+    block.batch = part / (params.key_heads * params.splits);
+    block.key_head = part / params.splits % params.key_heads;
+    block.first_head = block.key_head * params.group + part % params.splits * heads;
+    block.end_head = block.first_head + heads;
+    block.listed = index >= key_tiles;
+    block.tile = index;
+    block.exists = true;
+    block.first_chunk = block.plan_chunk = 0;
+    block.end_chunk = params.plan.chunk_count;
+    // Heads of a group that have lists of their own add to sums of their own.
+    block.color = params.colors > 1 ? part % params.splits : 0;
+    block.stores = !block.listed && stores(params, block.batch, block.key_head);
+    if constexpr (kPlanned) {
+      block.plan_chunk = static_cast<int>(params.plan.first_chunk(block.batch, block.first_head));
+      if (block.listed) {
+        const int chunk = (index - key_tiles) / list_tiles;
+        if (params.colors > 1) block.color += chunk * params.splits;
+        block.first_chunk = params.first_chunk + chunk;
+        block.end_chunk = block.first_chunk + 1;
+        block.plan_chunk += block.first_chunk;
+        block.tile = (index - key_tiles) % list_tiles;
+        const ChunkKeys keys = params.plan.chunks[block.plan_chunk];
+        block.exists = keys.first < 0 && block.tile * kKeys < keys.count;
+      }
     }
-    return __syncthreads_or(any) != 0;
+    return block;
+  }
+
+  // Whether one block has all rows of these keys, so that it stores results instead of adding to sums.
+  __device__ static bool stores(const BackwardParams& params, int batch, int key_head) {
+    return !params.uses_sums || (params.stored != nullptr && params.stored[batch * params.key_heads + key_head] != 0);
+  }
+
+  // For order_blocks.
+  __device__ static int visits(const BackwardParams& params, unsigned number, int lane, int lanes) {
+    const KeyBlock block = key_block(params, number);
+    return block.exists ? Walk::visits(params, block, lane, lanes) : 0;
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
@@ -153,15 +185,10 @@ struct BackwardBlock {
     }
   }
 
-  __device__ TokenRows rows_of(const TokenView& tokens, int head, int first) const {
-    return {static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
-                head * tokens.head_stride + first * tokens.token_stride,
-            tokens.token_stride};
-  }
-
   __device__ void load_keys() const {
     const DimTile tiles[] = {keys, values};
-    const TokenRows sources[] = {rows_of(params.key, block.key_head, 0), rows_of(params.value, block.key_head, 0)};
+    const TokenRows sources[] = {rows_of(params.key, block.batch, block.key_head, 0),
+                                 rows_of(params.value, block.batch, block.key_head, 0)};
     load_rows<kKeys, kHeadDim, kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources, [&](int row) { return shared.key[row]; }, params.head_dim,
         params.aligned);
@@ -180,8 +207,8 @@ struct BackwardBlock {
   // Queries and output gradients. Rows that see no key are zeros, whatever they hold.
   __device__ void load_step(Step step, int stage, int slot) const {
     const DimTile tiles[] = {queries(stage), output_gradients(stage)};
-    const TokenRows sources[] = {rows_of(params.query, step.head, step.first_row()),
-                                 rows_of(params.dout, step.head, step.first_row())};
+    const TokenRows sources[] = {rows_of(params.query, block.batch, step.head, step.first_row()),
+                                 rows_of(params.dout, block.batch, step.head, step.first_row())};
     load_rows<kRows, kHeadDim, kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
         [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim, params.aligned);
@@ -472,7 +499,7 @@ struct BackwardBlock {
   __device__ int key_dim() const { return warp() / Config::kKeyWarps * kKeyDims; }
 
   __device__ void store_results() const {
-    if (!shared.stores) {
+    if (!block.stores) {
       const std::int64_t color = block.color * params.key_color_stride;
       const auto add = [&](const auto& gradient, float* sums, float factor) {
         add_to_sums<kHeadDim>(gradient, params, block, shared.key, key_row(), key_dim(), sums + color, factor);
@@ -496,14 +523,15 @@ struct BackwardBlock {
     for (int number = 0; number < 3; ++number) note_step(number);
     read_key_facts();
     __syncthreads();
-    if (!shared.steps[0].exists() && !shared.stores) return;  // nothing to add
+    if (!shared.steps[0].exists() && !block.stores) return;  // nothing to add
     load_row_facts(shared.steps[0], 0);
     load_row_facts(shared.steps[1], 1);
+    commit_copies();
     int head = shared.steps[0].exists() ? shared.steps[0].head : block.first_head;
     read_key_bias(head);
     load_keys();
     commit_copies();
-    wait_copies<0>();
+    wait_copies<1>();  // for the facts
     __syncthreads();
     if (shared.steps[0].exists()) {
       load_step(shared.steps[0], 0, 0);
@@ -554,42 +582,10 @@ struct BackwardBlock {
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
 __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
-  using Config = BackwardConfig<kHeadDim, kNarrow>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  // Tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
-  const int key_tiles = params.takes_ranges ? (params.keys + Config::kKeys - 1) / Config::kKeys : 0;
-  const int list_tiles = kPlanned ? params.plan.capacity / Config::kKeys : 0;
-  const int tiles = key_tiles + list_tiles * (params.chunk_limit - params.first_chunk);
-  const int index = static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles));
-  const int part = static_cast<int>(blockIdx.x / static_cast<unsigned>(tiles));
-  const int heads = params.group / params.splits;
-
-  KeyBlock block;
-  block.batch = part / (params.key_heads * params.splits);
-  block.key_head = part / params.splits % params.key_heads;
-  block.first_head = block.key_head * params.group + part % params.splits * heads;
-  block.end_head = block.first_head + heads;
-  block.listed = index >= key_tiles;
-  block.tile = index;
-  block.first_chunk = 0;
-  block.end_chunk = params.plan.chunk_count;
-  block.plan_chunk = 0;
-  // Heads of a group that have lists of their own add to sums of their own.
-  block.color = params.colors > 1 ? part % params.splits : 0;
-  if constexpr (kPlanned) {
-    block.plan_chunk = static_cast<int>(params.plan.first_chunk(block.batch, block.first_head));
-    if (block.listed) {
-      const int chunk = (index - key_tiles) / list_tiles;
-      if (params.colors > 1) block.color += chunk * params.splits;
-      block.first_chunk = params.first_chunk + chunk;
-      block.end_chunk = block.first_chunk + 1;
-      block.plan_chunk += block.first_chunk;
-      block.tile = (index - key_tiles) % list_tiles;
-      const ChunkKeys keys = params.plan.chunks[block.plan_chunk];
-      if (keys.first >= 0 || block.tile * Config::kKeys >= keys.count) return;
-    }
-  }
-  BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>(params, block, shared).run();
+  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  const KeyBlock block = Block::key_block(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
+  if (block.exists) Block(params, block, shared).run();
 }
 
 }  // namespace flash_dmattn::internal::cuda

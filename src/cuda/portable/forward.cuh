@@ -5,8 +5,10 @@
 // arithmetic (causal rule and lengths only) or read from a plan, whose keys are gathered while they are copied.
 #pragma once
 
+#include "cuda/portable/block_order.cuh"
 #include "cuda/portable/forward_config.h"
 #include "cuda/portable/hide.cuh"
+#include "cuda/portable/row_block.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
 #include "cuda/ptx/block_product.cuh"
@@ -24,10 +26,7 @@ struct ForwardBlock {
   using Tile = SharedTile<kHeadDim>;
   using Tiles = PlannedTiles<kListTile, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
-  // What is the same for the whole block: registers are short.
-  struct Shared {
-    int batch, head, first_row, existing, chunk;
-    TokenRows keys, values;                            // of the block's key head, from token 0 on
+  struct Shared : RowBlock {
     float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys, in units of log2
   };
   static constexpr std::size_t kSharedBytes =
@@ -48,17 +47,35 @@ struct ForwardBlock {
         values{keys.address + static_cast<std::uint32_t>(Config::kTileBytes)},
         shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
         planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
-    if (threadIdx.x == 0) {
-      const auto of_head = [&](const TokenView& tokens) { return rows_of(tokens, batch, head / params.group, 0); };
-      const int chunk = kPlanned ? static_cast<int>(params.plan.first_chunk(batch, head)) + first_row / kChunkRows : 0;
-      shared.batch = batch, shared.head = head, shared.first_row = first_row, shared.chunk = chunk;
-      shared.existing = key_count(params.visibility, batch);
-      shared.keys = of_head(params.key), shared.values = of_head(params.value);
-    }
+    if (threadIdx.x == 0) shared.set(params, kPlanned, batch, head, first_row);
     __syncthreads();
     clear(sums);
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) row_max[i] = -INFINITY, row_sum[i] = 0;
+  }
+
+  // Which rows of which head a block of the launch owns.
+  struct Rows {
+    int batch, head, first_row;
+
+    __device__ Rows(const ForwardParams& params, unsigned block) {
+      const int row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
+      const int pair = static_cast<int>(block / static_cast<unsigned>(row_tiles));
+      batch = pair / params.heads, head = pair % params.heads;
+      // Under the causal rule the last rows see the most: they start first.
+      first_row = (row_tiles - 1 - static_cast<int>(block % static_cast<unsigned>(row_tiles))) * Config::kRows;
+    }
+  };
+
+  // For order_blocks: how many tiles the block's units visit.
+  __device__ static int visits(const ForwardParams& params, unsigned block, int lane, int lanes) {
+    constexpr int kUnits = Config::kRows < kUnitRows ? 1 : Config::kRows / kUnitRows;
+    const Rows rows(params, block);
+    const std::int64_t chunk = params.plan.first_chunk(rows.batch, rows.head) + rows.first_row / kChunkRows;
+    const std::int32_t* units = params.plan.unit_tiles + chunk * kChunkUnits + rows.first_row % kChunkRows / kUnitRows;
+    int visits = 0;
+    for (int unit = lane; unit < kUnits; unit += lanes) visits += units[unit];
+    return visits;
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
@@ -70,24 +87,9 @@ struct ForwardBlock {
   // The warp's first row within the block.
   __device__ static int warp_row() { return thread_index() / 32 * Config::kWarpRows; }
 
-  // Which scores are the thread's: pairs of neighbouring columns.
-  struct Place {
-    int row, column;  // the first
-
-    __device__ Place() {
-      const int thread = thread_index(), lane = thread % 32;
-      row = thread / 32 * Config::kWarpRows + lane / 4;
-      column = 2 * (lane % 4);
-    }
-    __device__ int row_of(int i) const { return row + i * 8; }
-    __device__ int column_of(int n) const { return column + n * 8; }
+  struct Place : RowPlace<Config::kWarpRows> {
+    __device__ Place() : RowPlace<Config::kWarpRows>(thread_index()) {}
   };
-
-  __device__ static TokenRows rows_of(const TokenView& tokens, int batch, int head, int first) {
-    return {static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
-                first * tokens.token_stride,
-            tokens.token_stride};
-  }
 
   __device__ void load_queries() const {
     const Tile tiles[] = {queries};
@@ -102,7 +104,7 @@ struct ForwardBlock {
   __device__ void load_tile(Tile target, const TokenRows& rows, int tile, int buffer) const {
     const Tile tiles[] = {target};
     const TokenRows sources[] = {rows};
-    const int first_key = kPlanned && is_direct(tile) ? planned.first_key(tile) : -1;
+    const int first_key = kPlanned && !needs_facts(tile) ? planned.first_key(tile) : -1;
     const int existing = kPlanned ? 0 : shared.existing;
     load_rows<kTileKeys, kHeadDim, Config::kThreads>(
         thread_index(), tiles, sources,
@@ -275,9 +277,7 @@ struct ForwardBlock {
     store();
   }
 
-  __device__ int next_planned(int* place) {
-    return planned.next(params.plan, shared.chunk, units_of_block<Config::kRows>(shared.first_row), place);
-  }
+  __device__ int next_planned(int* place) { return planned.next(params.plan, shared.chunk, place); }
 
   // Whether the warp's rows see any of the tile's keys, and whether they see all.
   __device__ void look_at_words(const Facts& facts, bool* any, bool* all) const {
@@ -293,7 +293,8 @@ struct ForwardBlock {
   }
 
   __device__ void run_planned() {
-    planned.template start<Element, kRowBias>(params, shared.chunk, shared.batch, shared.head, shared.first_row);
+    planned.template start<Element, kRowBias, Config::kRows>(params, shared.chunk, shared.batch, shared.head,
+                                                             shared.first_row);
     load_queries();
     // Tiles this far ahead of the one that is computed.
     int place = 0;
@@ -304,9 +305,10 @@ struct ForwardBlock {
     commit_copies();
     for (int buffer = 0; tile >= 0; buffer ^= 1) {
       const Facts& facts = planned.facts[buffer];
+      const TokenRows value_rows = shared.values;
       wait_copies<0>();
       __syncthreads();
-      load_tile(values, shared.values, tile, buffer);
+      load_tile(values, value_rows, tile, buffer);
       commit_copies();
       bool sees_any = true, sees_all = true;
       if (!is_full(tile)) look_at_words(facts, &sees_any, &sees_all);
@@ -320,14 +322,17 @@ struct ForwardBlock {
         }
       }
       planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, shared.existing, shared.first_row);
-      wait_copies<0>();
-      __syncthreads();
       tile = ahead;
       ahead = far_ahead;
-      far_ahead = next_planned(&place);
-      if (tile >= 0) load_tile(keys, shared.keys, tile, buffer ^ 1);
-      flight = planned.template request_facts<Element>(params, ahead, shared.existing);
-      planned.request_index(params.plan, shared.chunk, far_ahead);
+      far_ahead = next_planned(&place);  // read while the block waits, as are the rows' places
+      const TokenRows key_rows = shared.keys;
+      wait_copies<0>();
+      __syncthreads();
+      if (tile >= 0) load_tile(keys, key_rows, tile, buffer ^ 1);
+      if (needs_facts(ahead & far_ahead)) {  // either does
+        flight = planned.template request_facts<Element>(params, ahead, shared.existing);
+        planned.request_index(params.plan, shared.chunk, far_ahead);
+      }
       commit_copies();
       if (sees_any) {
         softmax();
@@ -343,14 +348,10 @@ template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNa
 __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>::kThreads,
                                   ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>::kBlocksPerProcessor)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-  using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const int row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
-  const int pair = static_cast<int>(blockIdx.x / static_cast<unsigned>(row_tiles));
-  // Under the causal rule the last rows see the most: they start first.
-  const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(row_tiles));
-  ForwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow> block(params, pair / params.heads, pair % params.heads,
-                                                                     row_tile * Config::kRows, shared);
+  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  const typename Block::Rows rows(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
+  Block block(params, rows.batch, rows.head, rows.first_row, shared);
   if constexpr (kPlanned) {
     block.run_planned();
   } else {

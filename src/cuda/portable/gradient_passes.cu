@@ -106,6 +106,91 @@ cudaError_t row_facts_of(const BackwardProblem& problem, std::int64_t padded_row
   return launch(row_facts_kernel<Element, 32, Small>, row_facts_kernel<Element, 32, Large>, 32);
 }
 
+// Sums of dK and dV, and what they are rounded to. A block takes `slab` keys of one head.
+struct KeySums {
+  const float *dkey_sums, *dvalue_sums;  // (colors, B, Sk, Hkv, width); null: none
+  TokenView dkey, dvalue;
+  std::uint8_t* stored;  // (B, Hkv), 1: nothing is summed; null: all heads are
+  std::int64_t keys, color_stride;
+  int batch, heads, group, width, head_dim, colors, slab;
+
+  struct Slab {
+    int pair, batch, head;
+    unsigned number;
+    std::int64_t first_key;
+    int keys;
+  };
+  __device__ Slab slab_of(unsigned block) const {
+    const auto pairs = static_cast<unsigned>(batch * heads);
+    const int pair = static_cast<int>(block % pairs);
+    const std::int64_t first_key = static_cast<std::int64_t>(block / pairs) * slab;
+    const std::int64_t left = keys - first_key;
+    return {pair, pair / heads, pair % heads, block / pairs, first_key, static_cast<int>(left < slab ? left : slab)};
+  }
+  // Where the sums of the slab's key `index` begin, in the first color.
+  __device__ std::int64_t offset(const Slab& at, int index) const {
+    return ((at.batch * keys + at.first_key + index) * heads + at.head) * width;
+  }
+};
+
+__global__ void clear_key_sums_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums sums) {
+  const KeySums::Slab slab = sums.slab_of(blockIdx.x);
+  const ChunkKeys* chunks = plan.chunks + plan.first_chunk(slab.batch, slab.head * sums.group);
+  bool lists = false;
+  for (int chunk = static_cast<int>(threadIdx.x); chunk < plan.chunk_count; chunk += kThreads) {
+    lists = lists || (chunks[chunk].first < 0 && chunks[chunk].count > 0);
+  }
+  lists = __syncthreads_or(lists) != 0;
+  if (slab.number == 0 && threadIdx.x == 0) sums.stored[slab.pair] = !lists;
+  if (!lists) return;
+  const int pieces = sums.width / 4;
+  const auto clear = [&](const float* target) {
+    if (target == nullptr) return;
+    for (int color = 0; color < sums.colors; ++color) {
+      for (int index = static_cast<int>(threadIdx.x); index < slab.keys * pieces; index += kThreads) {
+        float* row = const_cast<float*>(target) + color * sums.color_stride + sums.offset(slab, index / pieces);
+        reinterpret_cast<float4*>(row)[index % pieces] = make_float4(0, 0, 0, 0);
+      }
+    }
+  };
+  clear(sums.dkey_sums);
+  clear(sums.dvalue_sums);
+}
+
+template <typename Element>
+__global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
+  const KeySums::Slab slab = sums.slab_of(blockIdx.x);
+  if (sums.stored != nullptr && sums.stored[slab.pair] != 0) return;
+  const int pieces = (sums.head_dim + 3) / 4;
+  const auto round = [&](const float* source, const TokenView& gradient) {
+    if (source == nullptr) return;
+    auto* target = static_cast<std::uint16_t*>(gradient.data) + slab.batch * gradient.batch_stride +
+                   slab.head * gradient.head_stride + slab.first_key * gradient.token_stride;
+    const bool whole = sums.head_dim % 4 == 0 && reinterpret_cast<std::uintptr_t>(gradient.data) % 8 == 0;
+#pragma unroll 4
+    for (int index = static_cast<int>(threadIdx.x); index < slab.keys * pieces; index += kThreads) {
+      const int key = index / pieces, piece = index % pieces;
+      const float* place = source + sums.offset(slab, key) + piece * 4;
+      float4 sum = __ldcs(reinterpret_cast<const float4*>(place));
+      for (int color = 1; color < sums.colors; ++color) {
+        const float4 part = __ldcs(reinterpret_cast<const float4*>(place + color * sums.color_stride));
+        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+      }
+      std::uint16_t* result = target + key * gradient.token_stride + piece * 4;
+      const std::uint32_t low = pack<Element>(sum.x, sum.y), high = pack<Element>(sum.z, sum.w);
+      if (whole) {
+        *reinterpret_cast<uint2*>(result) = make_uint2(low, high);
+        continue;
+      }
+      const std::uint16_t elements[4] = {static_cast<std::uint16_t>(low), static_cast<std::uint16_t>(low >> 16),
+                                         static_cast<std::uint16_t>(high), static_cast<std::uint16_t>(high >> 16)};
+      for (int i = 0; i < min(4, sums.head_dim - piece * 4); ++i) result[i] = elements[i];
+    }
+  };
+  round(sums.dkey_sums, sums.dkey);
+  round(sums.dvalue_sums, sums.dvalue);
+}
+
 // One block a tile of rows, in the order in which backward_kernel's threads left their registers; through shared
 // memory, so that whole rows are written.
 template <typename Element, int kHeadDim, bool kNarrow>
@@ -159,79 +244,12 @@ cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums
   return cudaGetLastError();
 }
 
-// What is rounded: the sum over colors of sums[color][row][column].
-struct ColoredSums {
-  const float* sums;
-  std::int64_t rows;
-  int stride, width;  // a row has `width` columns, and begins `stride` after the last
-  int colors;
-  // Rows are (batches, keys, heads); those of `stored` heads (batches, heads) are left out. Null: none.
-  const std::uint8_t* stored = nullptr;
-  std::int64_t batch_rows = 0;
-  int heads = 1;
-
-  __host__ __device__ std::int64_t color_stride() const { return rows * stride; }
-  // Index: an unsigned integer that holds all rows; 64-bit divisions are slow.
-  template <typename Index>
-  __device__ bool leaves_out(Index row) const {
-    return stored[row / static_cast<Index>(batch_rows) * static_cast<Index>(heads) + row % static_cast<Index>(heads)] !=
-           0;
-  }
-};
-
 template <typename Element>
-__global__ void round_kernel(const __grid_constant__ ColoredSums sums, Element* result) {
-  const std::int64_t count = sums.rows * sums.width;
+__global__ void round_kernel(const float* sums, std::int64_t count, Element* result) {
   for (std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < count;
        index += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    if (sums.stored != nullptr && sums.leaves_out(static_cast<std::uint64_t>(index / sums.width))) continue;
-    const float* place = sums.sums + index / sums.width * sums.stride + index % sums.width;
-    float sum = 0;
-    for (int color = 0; color < sums.colors; ++color) sum += place[color * sums.color_stride()];
-    result[index] = static_cast<Element>(sum);
+    result[index] = static_cast<Element>(sums[index]);
   }
-}
-
-// The same where nothing lies between rows, eight at a time.
-template <typename Element>
-__global__ void round_eight_kernel(const __grid_constant__ ColoredSums sums, std::int64_t eights, uint4* result) {
-  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= eights) return;
-  if (sums.stored != nullptr && sums.leaves_out(static_cast<std::uint32_t>(index) / (sums.width / 8u))) return;
-  float sum[8] = {};
-  for (int color = 0; color < sums.colors; ++color) {
-    const auto* place = reinterpret_cast<const float4*>(sums.sums + color * sums.color_stride()) + 2 * index;
-    const float4 low = __ldcs(place), high = __ldcs(place + 1);
-    const float parts[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += parts[i];
-  }
-  result[index] = make_uint4(pack<Element>(sum[0], sum[1]), pack<Element>(sum[2], sum[3]),
-                             pack<Element>(sum[4], sum[5]), pack<Element>(sum[6], sum[7]));
-}
-
-template <typename Element>
-cudaError_t round_sums_to(const ColoredSums& sums, Element* result, cudaStream_t stream) {
-  const std::int64_t eights = sums.rows * sums.width / 8, blocks = (eights + kThreads - 1) / kThreads;
-  if constexpr (sizeof(Element) == 2) {
-    // With a width that is no multiple of eight, eight elements may belong to two rows.
-    const bool knows_rows = sums.stored == nullptr || (sums.width % 8 == 0 && eights <= 0xffffffff);
-    if (sums.stride == sums.width && sums.rows * sums.width % 8 == 0 && knows_rows &&
-        reinterpret_cast<std::uintptr_t>(result) % 16 == 0 && blocks <= 0x7fffffff) {
-      round_eight_kernel<Element>
-          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(sums, eights, reinterpret_cast<uint4*>(result));
-      return cudaGetLastError();
-    }
-  }
-  round_kernel<<<blocks_for(sums.rows * sums.width), kThreads, 0, stream>>>(sums, result);
-  return cudaGetLastError();
-}
-
-cudaError_t round_sums(const ColoredSums& sums, DType dtype, void* result, cudaStream_t stream) {
-  if (sums.rows * sums.width == 0) return cudaSuccess;
-  if (dtype == DType::kBFloat16) return round_sums_to(sums, static_cast<__nv_bfloat16*>(result), stream);
-  if (dtype == DType::kFloat16) return round_sums_to(sums, static_cast<__half*>(result), stream);
-  return round_sums_to(sums, static_cast<float*>(result), stream);
 }
 
 // One thread adds up, in one order, all that belongs to an entry of dbias: colors, batch elements, heads and keys.
@@ -275,6 +293,58 @@ cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded
                                            : row_facts_of<__half>(problem, padded_rows, facts, stream);
 }
 
+namespace {
+
+KeySums key_sums_of(const BackwardProblem& problem, int colors, const float* dkey_sums, const float* dvalue_sums,
+                    std::uint8_t* stored) {
+  const int width = bucket_of(static_cast<int>(problem.head_dim));
+  // Blocks enough to fill a large GPU, and no more than that if there is nothing to do.
+  constexpr std::int64_t kManyBlocks = 1024, kLeastSlab = 16, kMostSlab = 256;
+  const std::int64_t slab =
+      std::clamp(problem.batch * problem.key_heads * problem.keys / kManyBlocks, kLeastSlab, kMostSlab);
+  return {.dkey_sums = dkey_sums,
+          .dvalue_sums = dvalue_sums,
+          .dkey = problem.dkey,
+          .dvalue = problem.dvalue,
+          .stored = stored,
+          .keys = problem.keys,
+          .color_stride = problem.batch * problem.keys * problem.key_heads * width,
+          .batch = static_cast<int>(problem.batch),
+          .heads = static_cast<int>(problem.key_heads),
+          .group = static_cast<int>(problem.group()),
+          .width = width,
+          .head_dim = static_cast<int>(problem.head_dim),
+          .colors = colors,
+          .slab = static_cast<int>(slab)};
+}
+
+template <typename Launch>
+cudaError_t for_key_sums(const KeySums& sums, Launch launch) {
+  const std::int64_t blocks = std::int64_t{sums.batch} * sums.heads * ((sums.keys + sums.slab - 1) / sums.slab);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  launch(static_cast<unsigned>(blocks));
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, int colors, float* dkey_sums,
+                                  float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream) {
+  const KeySums sums = key_sums_of(problem, colors, dkey_sums, dvalue_sums, stored);
+  return for_key_sums(sums,
+                      [&](unsigned blocks) { clear_key_sums_kernel<<<blocks, kThreads, 0, stream>>>(plan, sums); });
+}
+
+cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, const float* dkey_sums,
+                                 const float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream) {
+  const KeySums sums = key_sums_of(problem, colors, dkey_sums, dvalue_sums, stored);
+  if (dkey_sums == nullptr && dvalue_sums == nullptr) return cudaSuccess;
+  auto* kernel =
+      problem.dtype == DType::kBFloat16 ? round_key_sums_kernel<__nv_bfloat16> : round_key_sums_kernel<__half>;
+  return for_key_sums(sums, [&](unsigned blocks) { kernel<<<blocks, kThreads, 0, stream>>>(sums); });
+}
+
 template <typename Element>
 cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
                                       cudaStream_t stream) {
@@ -291,23 +361,16 @@ cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t s
              : query_gradients_by_bucket<__half>(problem, shared_limit, sums, stream);
 }
 
-cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, int colors,
-                                 const std::uint8_t* stored, const TokenView& gradient, cudaStream_t stream) {
-  const std::int64_t batch_rows = problem.keys * problem.key_heads;
-  const ColoredSums colored = {.sums = sums,
-                               .rows = problem.batch * batch_rows,
-                               .stride = bucket_of(static_cast<int>(problem.head_dim)),
-                               .width = static_cast<int>(problem.head_dim),
-                               .colors = colors,
-                               .stored = stored,
-                               .batch_rows = batch_rows,
-                               .heads = static_cast<int>(problem.key_heads)};
-  return round_sums(colored, problem.dtype, gradient.data, stream);
-}
-
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
                                   cudaStream_t stream) {
-  return round_sums({sums, count, 1, 1, 1}, dtype, gradient, stream);
+  const auto launch = [&](auto* result) {
+    round_kernel<<<blocks_for(count), kThreads, 0, stream>>>(sums, count, result);
+    return cudaGetLastError();
+  };
+  if (count == 0) return cudaSuccess;
+  if (dtype == DType::kBFloat16) return launch(static_cast<__nv_bfloat16*>(gradient));
+  if (dtype == DType::kFloat16) return launch(static_cast<__half*>(gradient));
+  return launch(static_cast<float*>(gradient));
 }
 
 cudaError_t launch_shared_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,

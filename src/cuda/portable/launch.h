@@ -35,12 +35,17 @@ BackwardTiles backward_tiles(int head_dim, std::size_t shared_limit);
 // Fills (B, H, `padded_rows`).
 cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
                              cudaStream_t stream);
+// Clears fp32 sums of keys, (colors, B, Sk, Hkv, bucket) or null, of heads for which some chunk of the plan has a list.
+// `stored` (B, Hkv) says of which heads none has.
+cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, int colors, float* dkey_sums,
+                                  float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream);
 // dquery from the sums that launch_backward left.
 cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
                                    cudaStream_t stream);
-// dkey or dvalue from fp32 sums (colors, B, Sk, Hkv, bucket), except for heads that are `stored` (B, Hkv; null: none).
-cudaError_t launch_key_gradients(const BackwardProblem& problem, const float* sums, int colors,
-                                 const std::uint8_t* stored, const TokenView& gradient, cudaStream_t stream);
+// dkey and dvalue from fp32 sums (colors, B, Sk, Hkv, bucket), except of heads that are `stored` (B, Hkv; null: none).
+// Null sums: not wanted.
+cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, const float* dkey_sums,
+                                 const float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream);
 // dbias from fp32 sums of its shape.
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
                                   cudaStream_t stream);

@@ -32,8 +32,15 @@ cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stre
     }
   }
   const std::int64_t row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
-  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
-                       row_tiles * params.heads * params.batch, Config::kThreads, Block::kSharedBytes, stream, params);
+  const std::int64_t blocks = row_tiles * params.heads * params.batch;
+  ForwardParams ordered = params;
+  if constexpr (kPlanned) {
+    const std::int64_t at_once = std::int64_t{Config::kBlocksPerProcessor} * params.processors;
+    const cudaError_t error = order_blocks<Block>(&ordered, blocks, at_once, 2 * at_once, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>, blocks, Config::kThreads,
+                       Block::kSharedBytes, stream, ordered);
 }
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
@@ -46,9 +53,15 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
     tiles +=
         static_cast<std::int64_t>(params.plan.capacity / Config::kKeys) * (params.chunk_limit - params.first_chunk);
   }
-  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
-                       tiles * params.batch * params.key_heads * params.splits, Config::kThreads, Block::kSharedBytes,
-                       stream, params);
+  const std::int64_t blocks = tiles * params.batch * params.key_heads * params.splits;
+  BackwardParams ordered = params;
+  if constexpr (kPlanned) {
+    // Many of the blocks have no keys and end at once: as many as possible are looked at for some that have.
+    const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, kMostOrderedBlocks, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>, blocks, Config::kThreads,
+                       Block::kSharedBytes, stream, ordered);
 }
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow = false>

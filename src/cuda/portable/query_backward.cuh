@@ -5,6 +5,7 @@
 
 #include "cuda/portable/hide.cuh"
 #include "cuda/portable/query_backward_config.h"
+#include "cuda/portable/row_block.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
 #include "cuda/ptx/block_product.cuh"
@@ -20,17 +21,12 @@ struct QueryBackwardBlock {
   using Tile = SharedTile<kHeadDim>;
   using Tiles = PlannedTiles<kTileKeys, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
-  // What is the same for the whole block: registers are short.
-  struct Shared {
-    int batch, head, first_row, existing, chunk;
-    TokenRows keys, values;  // of the block's key head, from token 0 on
-  };
   static constexpr std::size_t kSharedBytes =
-      Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
+      Config::kTileSharedBytes + sizeof(RowBlock) + (kPlanned ? sizeof(Tiles) : 0);
 
   const BackwardParams& params;
   Tile queries, output_gradients;
-  Shared& shared;
+  RowBlock& shared;
   Tiles& planned;  // only in a plan
   float scores[kMTiles][kNTiles][4], gradients[kMTiles][kNTiles][4];
   float sums[kMTiles][kDimTiles][4];
@@ -40,15 +36,9 @@ struct QueryBackwardBlock {
       : params(params),
         queries{shared_address(memory)},
         output_gradients{queries.address + static_cast<std::uint32_t>(Config::kRowBytes)},
-        shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
-        planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
-    if (threadIdx.x == 0) {
-      shared.batch = batch, shared.head = head, shared.first_row = first_row;
-      shared.existing = key_count(params.visibility, batch);
-      shared.chunk = kPlanned ? static_cast<int>(params.plan.first_chunk(batch, head)) + first_row / kChunkRows : 0;
-      shared.keys = rows_of(params.key, batch, head / params.group, 0);
-      shared.values = rows_of(params.value, batch, head / params.group, 0);
-    }
+        shared(*reinterpret_cast<RowBlock*>(memory + Config::kTileSharedBytes)),
+        planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(RowBlock))) {
+    if (threadIdx.x == 0) shared.set(params, kPlanned, batch, head, first_row);
     __syncthreads();
   }
 
@@ -62,20 +52,11 @@ struct QueryBackwardBlock {
   // The warp's first row within the block. Made anew wherever it is needed, as Place: kept, they would take registers.
   __device__ static int warp_row() { return recomputed(static_cast<int>(threadIdx.x)) / 32 * Config::kWarpRows; }
 
-  // Which scores are the thread's: pairs of neighbouring columns.
-  struct Place {
-    int row, column;  // the first
-
-    __device__ Place() {
-      const int thread = recomputed(static_cast<int>(threadIdx.x)), lane = thread % 32;
-      row = thread / 32 * Config::kWarpRows + lane / 4;
-      column = 2 * (lane % 4);
-    }
-    __device__ int row_of(int i) const { return row + i * 8; }
-    __device__ int column_of(int n) const { return column + n * 8; }
+  struct Place : RowPlace<Config::kWarpRows> {
+    __device__ Place() : RowPlace<Config::kWarpRows>(recomputed(static_cast<int>(threadIdx.x))) {}
   };
 
-  __device__ static const RowFacts* row_facts_of(const BackwardParams& params, const Shared& shared) {
+  __device__ static const RowFacts* row_facts_of(const BackwardParams& params, const RowBlock& shared) {
     const std::int64_t padded_rows = (params.rows + params.row_tile - 1) / params.row_tile * params.row_tile;
     return params.row_facts + (static_cast<std::int64_t>(shared.batch) * params.heads + shared.head) * padded_rows +
            shared.first_row;
@@ -92,7 +73,7 @@ struct QueryBackwardBlock {
   }
 
   // Once a block, and not inlined: among the rest it made the compiler keep the loop's registers in memory.
-  __device__ static __noinline__ void load_row_tiles(const BackwardParams& params, const Shared& shared, Tile queries,
+  __device__ static __noinline__ void load_row_tiles(const BackwardParams& params, const RowBlock& shared, Tile queries,
                                                      Tile output_gradients) {
     const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
     const RowFacts* source = row_facts_of(params, shared);
@@ -105,12 +86,6 @@ struct QueryBackwardBlock {
         params.aligned);
   }
 
-  __device__ static TokenRows rows_of(const TokenView& tokens, int batch, int head, int first) {
-    return {static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
-                first * tokens.token_stride,
-            tokens.token_stride};
-  }
-
   // `position`: of the tile, or in a plan the buffer of its facts.
   __device__ int key_at(int position, int place) const {
     if constexpr (kPlanned) return planned.facts[position].key[place];
@@ -121,7 +96,7 @@ struct QueryBackwardBlock {
   __device__ void load_tile(int tile, int position, int stage) const {
     const Tile tiles[] = {keys(stage), values(stage)};
     const TokenRows sources[] = {shared.keys, shared.values};
-    const int first_key = kPlanned && is_direct(tile) ? planned.first_key(tile) : -1;
+    const int first_key = kPlanned && !needs_facts(tile) ? planned.first_key(tile) : -1;
     load_rows<kTileKeys, kHeadDim, Config::kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
         [&](int row) { return first_key >= 0 ? first_key + row : key_at(position, row); }, params.head_dim,
@@ -267,13 +242,12 @@ struct QueryBackwardBlock {
     }
   }
 
-  __device__ int next_planned(int* place) {
-    return planned.next(params.plan, shared.chunk, units_of_block<Config::kRows>(shared.first_row), place);
-  }
+  __device__ int next_planned(int* place) { return planned.next(params.plan, shared.chunk, place); }
 
   // As in forward.cuh.
   __device__ void run_planned() {
-    planned.template start<Element, kRowBias>(params, shared.chunk, shared.batch, shared.head, shared.first_row);
+    planned.template start<Element, kRowBias, Config::kRows>(params, shared.chunk, shared.batch, shared.head,
+                                                             shared.first_row);
     int place = 0;
     int tile = next_planned(&place), ahead = next_planned(&place), far_ahead = next_planned(&place);
     typename Tiles::InFlight flight = planned.template make_first_facts<Element>(

@@ -9,14 +9,16 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Which keys a block owns.
+// Which keys a block owns, and which rows may see them.
 struct KeyBlock {
   int batch, key_head, first_head, end_head;  // query heads, absolute
-  int plan_chunk;                             // planned: the first of the chunks that the block meets
   int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
+  int plan_chunk;                             // planned: the first of them, in the plan
   int tile;                                   // of kKeys: in the chunk's list, or of all keys
-  bool listed;                                // tile of a list
   int color;                                  // of the sums it adds to
+  bool listed;                                // tile of a list
+  bool stores;                                // results, instead of adding to sums
+  bool exists;
 };
 
 // Head by head, the tiles of kRows rows that see any of a block's kKeys keys. Lies in shared memory and is walked by
@@ -38,7 +40,7 @@ struct RowWalk {
     std::uint32_t chunks, chunk, tiles, full;
   };
   State state;
-  std::uint32_t seen_chunks;                      // of the 32 chunks at `position`, those that see any of the keys
+  std::uint32_t seen_chunks;                      // of the 32 chunks, those that see any of the keys
   std::uint32_t chunk_tiles[32], chunk_full[32];  // a bit a tile of kRows rows: sees some, or all, of the keys
 
   // `existing`: key_count of the block's batch element.
@@ -50,6 +52,16 @@ struct RowWalk {
       if (threadIdx.x == 0) state = {block.first_head, first_row_tile(params, block, existing), 0, 0, 0, 0};
     }
     __syncwarp();
+  }
+
+  // For order_blocks: how many units of rows the block visits in every `lanes`-th chunk, for one query head.
+  __device__ static int visits(const BackwardParams& params, const KeyBlock& block, int lane, int lanes) {
+    int visits = 0;
+#pragma unroll 4
+    for (int chunk = block.first_chunk + lane; chunk < block.end_chunk; chunk += lanes) {
+      visits += __popc(units_of_chunk(params, block, chunk).any);
+    }
+    return visits;
   }
 
   __device__ Step next(const BackwardParams& params, const KeyBlock& block, int existing) {
@@ -121,32 +133,36 @@ struct RowWalk {
     return tiles;
   }
 
+  // The units of a chunk that see some of the block's keys, and those that see all.
+  struct Units {
+    std::uint32_t any, all;
+  };
+  __device__ static Units units_of_chunk(const BackwardParams& params, const KeyBlock& block, int chunk) {
+    constexpr int kListTiles = kKeys < kListTile ? 1 : kKeys / kListTile;
+    const std::int64_t plan_chunk = static_cast<std::int64_t>(block.plan_chunk) + chunk - block.first_chunk;
+    const ChunkKeys chunk_keys = block.listed ? ChunkKeys{0, 0} : params.plan.chunks[plan_chunk];
+    if (chunk_keys.first < 0) return {0, 0};
+    const int tile = block.tile * kKeys / kListTile - chunk_keys.first / kListTile;
+    Units units = {0, ~0u};
+#pragma unroll
+    for (int part = 0; part < kListTiles; ++part) {
+      const bool exists = tile + part >= 0 && tile + part < params.plan.tiles;
+      const std::int64_t entry = plan_chunk * params.plan.tiles + tile + part;
+      units.any |= exists ? params.plan.tile_units[entry] : 0;
+      units.all &= exists ? params.plan.tile_full[entry] : 0;
+    }
+    return units;
+  }
+
   // Of 32 chunks, a lane each.
   __device__ void look_at_chunks(const BackwardParams& params, const KeyBlock& block, int first_chunk) {
-    constexpr int kListTiles = kKeys < kListTile ? 1 : kKeys / kListTile;
     const int lane = static_cast<int>(threadIdx.x) % 32, chunk = first_chunk + lane;
-    const std::int64_t plan_chunk = static_cast<std::int64_t>(block.plan_chunk) + chunk - block.first_chunk;
-    std::uint32_t units = 0, full = 0;
-    if (chunk < block.end_chunk) {
-      int tile = block.tile * kKeys / kListTile;
-      const ChunkKeys chunk_keys = block.listed ? ChunkKeys{0, 0} : params.plan.chunks[plan_chunk];
-      if (chunk_keys.first >= 0) {
-        tile -= chunk_keys.first / kListTile;
-        full = ~0u;
-#pragma unroll
-        for (int part = 0; part < kListTiles; ++part) {
-          const bool exists = tile + part >= 0 && tile + part < params.plan.tiles;
-          const std::int64_t entry = plan_chunk * params.plan.tiles + tile + part;
-          units |= exists ? params.plan.tile_units[entry] : 0;
-          full &= exists ? params.plan.tile_full[entry] : 0;
-        }
-      }
-    }
-    std::uint32_t tiles = tiles_of_units<false>(units);
+    const Units units = chunk < block.end_chunk ? units_of_chunk(params, block, chunk) : Units{0, 0};
+    std::uint32_t tiles = tiles_of_units<false>(units.any);
     // Rows of a unit may end before its last tile does.
     if (kRows < kUnitRows) tiles &= bit_range(0, row_tiles(params) - chunk * (kChunkRows / kRows));
     chunk_tiles[lane] = tiles;
-    chunk_full[lane] = tiles_of_units<true>(full);
+    chunk_full[lane] = tiles_of_units<true>(units.all);
     const std::uint32_t seen = __ballot_sync(~0u, tiles != 0);
     if (lane == 0) seen_chunks = seen;
     __syncwarp();

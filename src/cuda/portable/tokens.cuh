@@ -50,6 +50,12 @@ struct TokenRows {
   }
 };
 
+__device__ inline TokenRows rows_of(const TokenView& tokens, int batch, int head, int first) {
+  return {static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
+              first * tokens.token_stride,
+          tokens.token_stride};
+}
+
 // Starts copying kRows rows of one or two tensors, each into a tile; index_of(row) says which, less than 0: a row of
 // zeros. Columns from head_dim on are zero. Rows that are not `aligned` are read element by element, and are there when
 // this returns. `thread`: threadIdx.x, or recomputed from it.

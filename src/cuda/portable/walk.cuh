@@ -12,8 +12,9 @@ namespace flash_dmattn::internal::cuda {
 // A tile of a walk is its position in the chunk, with marks; less than 0: there is none.
 constexpr int kFullTile = 1 << 30;    // all of the block's rows see all keys
 constexpr int kDirectTile = 1 << 29;  // and the keys are neighbours without a bias: nothing must be known of them
-__device__ inline bool is_full(int tile) { return tile >= 0 && (tile & kFullTile) != 0; }
-__device__ inline bool is_direct(int tile) { return tile >= 0 && (tile & kDirectTile) != 0; }
+constexpr int kNoTile = -1;           // of which nothing must be known either
+__device__ inline bool is_full(int tile) { return (tile & kFullTile) != 0; }
+__device__ inline bool needs_facts(int tile) { return (tile & kDirectTile) == 0; }
 __device__ inline int position_of(int tile) { return tile & (kDirectTile - 1); }
 
 // The units of a chunk that hold the kRows rows from `first_row` on.
@@ -38,10 +39,9 @@ template <int kTileKeys, int kWords, int kWarps>
 struct PlannedTiles {
   using Facts = KeyFacts<kTileKeys, kWords>;
   static_assert(kTileKeys == kListTile && kTileKeys <= 32 * kWarps);
-  static constexpr int kBatch = 32 * kWarps;  // tiles of the chunk that are looked at together
-  // kDirectTile and kFullTile as the queue has them.
-  static constexpr int kQueuedDirect = 1 << 14, kQueuedFull = 2 * kQueuedDirect;
-  static_assert(kFullTile == 2 * kDirectTile && kBatch <= kQueuedDirect);
+  // Tiles of the chunk that are looked at together: with two warps shared memory is short.
+  static constexpr int kBatch = kWarps <= 2 ? 32 : 32 * kWarps;
+  static constexpr int kQueueEnd = -2;
 
   // Where the block's batch element and head begin, worked out once: 64-bit divisions are slow. Null: there is none.
   const std::int32_t *begins, *ends;
@@ -54,10 +54,11 @@ struct PlannedTiles {
   std::int32_t index[kTileKeys];
   // The walk: what the plan says of the next batch, and the tiles to visit of this one.
   std::uint16_t units[kBatch], full[kBatch];
-  std::uint16_t queue[kBatch];  // within the batch, with marks
+  std::int32_t queue[kBatch + 1];  // then kQueueEnd
   std::int32_t counts[kWarps];
-  std::int32_t queued, looked_at;  // tiles in the queue, and tiles of the chunk up to the end of its batch
-  bool knows_enough;               // of tiles that are neighbours and full
+  std::int32_t looked_at;     // tiles of the chunk up to the end of the batch
+  std::uint32_t block_units;  // units of the chunk that hold the block's rows
+  bool knows_enough;          // of tiles that are neighbours and full
   ChunkKeys chunk;
 
   // What comes in sizes that no background copy has, on its way.
@@ -67,7 +68,7 @@ struct PlannedTiles {
     bool hidden = false;
   };
 
-  template <typename Element, bool kRowBias>
+  template <typename Element, bool kRowBias, int kRows>
   __device__ void start(const AttentionParams& params, int plan_chunk, int batch, int head, int first_row) {
     request_batch(params.plan, plan_chunk, 0);
     if (threadIdx.x == 0) {
@@ -92,7 +93,8 @@ struct PlannedTiles {
         key_bias = at(params.bias, Element());
       }
       knows_enough = chunk.first >= 0 && !params.bias.defined();
-      queued = 0;
+      block_units = units_of_block<kRows>(first_row);
+      queue[0] = kQueueEnd;
       looked_at = 0;
     }
     __syncthreads();
@@ -108,19 +110,20 @@ struct PlannedTiles {
     const std::int64_t entry = exists ? static_cast<std::int64_t>(plan_chunk) * plan.tiles + tile : 0;
     if (threadIdx.x < kPairs) {
       copy_async_4(shared_address(&units[2 * pair]), plan.tile_units + entry, exists);
-    } else {
+    } else if (threadIdx.x < kBatch) {
       copy_async_4(shared_address(&full[2 * pair]), plan.tile_full + entry, exists);
     }
     commit_copies();
   }
 
-  // Queues the tiles of the next batch that rows of `block_units` see. By all threads; reading ahead has hidden what it
+  // Queues the tiles of the next batch that the block's rows see. By all threads; reading ahead has hidden what it
   // waits for, unless the batch before had no tile.
-  __device__ void look_at_batch(const DevicePlan& plan, int plan_chunk, std::uint32_t block_units) {
+  __device__ void look_at_batch(const DevicePlan& plan, int plan_chunk) {
     const int thread = static_cast<int>(threadIdx.x), first_tile = looked_at;
     wait_copies<0>();
     __syncthreads();
-    const bool seen = (units[thread] & block_units) != 0, sees_all = (full[thread] & block_units) == block_units;
+    const bool seen = thread < kBatch && (units[thread] & block_units) != 0;
+    const bool sees_all = seen && (full[thread] & block_units) == block_units;
     const std::uint32_t ballot = __ballot_sync(~0u, seen);
     if (thread % 32 == 0) counts[thread / 32] = __popc(ballot);
     __syncthreads();
@@ -131,23 +134,25 @@ struct PlannedTiles {
       all += counts[warp];
     }
     if (seen) {
-      const int marks = sees_all ? kQueuedFull | (knows_enough ? kQueuedDirect : 0) : 0;
-      queue[before + __popc(ballot & ((1u << (thread % 32)) - 1))] = static_cast<std::uint16_t>(thread | marks);
+      const int marks = sees_all ? kFullTile | (knows_enough ? kDirectTile : 0) : 0;
+      queue[before + __popc(ballot & ((1u << (thread % 32)) - 1))] = (first_tile + thread) | marks;
     }
-    if (thread == 0) queued = all, looked_at = first_tile + kBatch;
+    if (thread == 0) queue[all] = kQueueEnd, looked_at = first_tile + kBatch;
     request_batch(plan, plan_chunk, first_tile + kBatch);
     __syncthreads();
   }
 
-  // The next tile that rows of `block_units` see, or -1. By all threads, `place` the same in all and 0 at first.
-  __device__ int next(const DevicePlan& plan, int plan_chunk, std::uint32_t block_units, int* place) {
-    while (*place == queued) {
-      if (looked_at >= tiles()) return -1;
-      look_at_batch(plan, plan_chunk, block_units);
+  // The next tile that the block's rows see, or kNoTile. By all threads, `place` the same in all and 0 at first.
+  __device__ int next(const DevicePlan& plan, int plan_chunk, int* place) {
+    int tile = queue[*place];
+    while (tile == kQueueEnd) {
+      if (looked_at >= tiles()) return kNoTile;
+      look_at_batch(plan, plan_chunk);
       *place = 0;
+      tile = queue[0];
     }
-    const int entry = queue[(*place)++];
-    return (looked_at - kBatch + entry % kQueuedDirect) | entry / kQueuedDirect * kDirectTile;
+    ++*place;
+    return tile;
   }
 
   // Of a direct tile.
@@ -156,7 +161,7 @@ struct PlannedTiles {
   __device__ static bool has_place() { return threadIdx.x < kTileKeys; }
 
   __device__ void request_index(const DevicePlan& plan, int plan_chunk, int tile) {
-    if (tile < 0 || is_direct(tile) || !has_place()) return;
+    if (!needs_facts(tile) || !has_place()) return;
     const int position = position_of(tile) * kTileKeys + static_cast<int>(threadIdx.x);
     if (chunk.first >= 0) {
       index[threadIdx.x] = position < chunk.count ? chunk.first + position : -1;
@@ -170,7 +175,7 @@ struct PlannedTiles {
   template <typename Element>
   __device__ InFlight request_facts(const AttentionParams& params, int tile, int existing) {
     InFlight flight;
-    if (tile < 0 || is_direct(tile) || !has_place()) return flight;
+    if (!needs_facts(tile) || !has_place()) return flight;
     const int place = static_cast<int>(threadIdx.x), key = index[place];
     flight.key = key;
     if (key < 0 || key >= existing) return flight;
@@ -197,7 +202,7 @@ struct PlannedTiles {
 
   __device__ void make_facts(const Visibility& visibility, const InFlight& flight, int tile, int buffer, int existing,
                              int first_row) {
-    if (tile < 0 || is_direct(tile) || !has_place()) return;
+    if (!needs_facts(tile) || !has_place()) return;
     const int place = static_cast<int>(threadIdx.x), key = flight.key;
     facts[buffer].bias[place] = flight.bias * kLog2E;
     if (is_full(tile)) {

@@ -1,0 +1,65 @@
+// The order in which a launch's blocks start. Blocks differ in how many tiles they visit; one that starts among the
+// last and visits many would keep the launch waiting while most of the GPU is idle. The last blocks therefore start
+// longest first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Those before them keep their order, in
+// which neighbours share keys in the cache.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+
+#include "cuda/params.h"
+
+namespace flash_dmattn::internal::cuda {
+
+// The block that the running one takes the place of.
+__device__ inline unsigned ordered_block(const BlockOrder& order) {
+  const unsigned first = gridDim.x - static_cast<unsigned>(order.count);
+  return blockIdx.x < first ? blockIdx.x : first + static_cast<unsigned>(order.blocks[blockIdx.x - first]);
+}
+
+// Sorts the last `params.order.count` of `blocks` blocks. Block::visits(params, block, lane, lanes) counts a lane's
+// share of the tiles that a block visits.
+template <typename Block, typename Params>
+__global__ void __launch_bounds__(kMostOrderedBlocks)
+    order_blocks_kernel(const __grid_constant__ Params params, int blocks, int lanes) {
+  // By what they visit, then by number: no two are equal. 0 where there is none.
+  __shared__ __align__(16) unsigned ranked[kMostOrderedBlocks];
+  const int count = params.order.count, first = blocks - count;
+  const int thread = static_cast<int>(threadIdx.x), index = thread / lanes;
+  int visits = 0;
+  if (index < count) visits = Block::visits(params, static_cast<unsigned>(first + index), thread % lanes, lanes);
+  for (int distance = lanes / 2; distance > 0; distance /= 2) visits += __shfl_xor_sync(~0u, visits, distance);
+  if (thread >= kMostOrderedBlocks / lanes) ranked[thread] = 0;
+  if (thread % lanes == 0) {
+    constexpr int kMostVisits = INT_MAX / kMostOrderedBlocks;
+    const int place = kMostOrderedBlocks - 1 - index;
+    ranked[index] = index < count ? static_cast<unsigned>(min(visits, kMostVisits) * kMostOrderedBlocks + place) : 0;
+  }
+  __syncthreads();
+  if (thread >= count) return;
+  const unsigned own = ranked[thread];
+  int rank = 0;
+  for (int other = 0; other < count; other += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(ranked + other);
+    rank += (four.x > own ? 1 : 0) + (four.y > own ? 1 : 0) + (four.z > own ? 1 : 0) + (four.w > own ? 1 : 0);
+  }
+  params.order.blocks[rank] = thread;
+}
+
+// Orders the last `wanted` of `blocks` blocks and says in params.order how many these are: none if all of them, or
+// nearly, run at the same time, `at_once`.
+template <typename Block, typename Params>
+cudaError_t order_blocks(Params* params, std::int64_t blocks, std::int64_t at_once, std::int64_t wanted,
+                         cudaStream_t stream) {
+  if (params->order.blocks == nullptr || blocks <= at_once || blocks > INT_MAX) return cudaSuccess;
+  params->order.count = static_cast<int>(std::min<std::int64_t>({blocks, wanted, kMostOrderedBlocks}));
+  int lanes = 1;
+  while (lanes < 32 && 2 * lanes * params->order.count <= kMostOrderedBlocks) lanes *= 2;
+  order_blocks_kernel<Block><<<1, kMostOrderedBlocks, 0, stream>>>(*params, static_cast<int>(blocks), lanes);
+  return cudaGetLastError();
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,53 @@
+"""Calls of so many blocks that they do not all run at once: the last are started longest first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_same_bits, make_case, run_library
+from compare import assert_case_close
+from oracle import Case
+from torch import Tensor
+
+pytestmark = pytest.mark.devices("cuda")
+
+
+def unequal_tiles(heads: int, rows: int, keys: int) -> Tensor:
+    """bool (1, heads, rows, keys) of 64 x 64 tiles, of which some rows of tiles see none and others all."""
+    density = torch.rand(1, heads, rows // 64, 1) ** 3
+    tiles = torch.rand(1, heads, rows // 64, keys // 64) < density
+    tiles[:, :, 0] = False
+    return tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)
+
+
+@pytest.mark.parametrize("mask_heads", [1, 32])
+@pytest.mark.parametrize("keys", [256, 6144])
+def test_every_block_runs_once(mask_heads: int, keys: int) -> None:
+    """32 x 4 heads of 8 tiles of rows, and of keys in ranges, or in lists as few of many keys are seen."""
+    case = make_case(4, 32, 32, 1024, keys, 32, bias=(1, 32, keys))
+    mask = unequal_tiles(mask_heads, 1024, 256)
+    if keys > 256:
+        mask = torch.cat([mask, torch.zeros(*mask.shape[:3], keys - 256, dtype=torch.bool)], dim=3)
+        mask = mask[..., torch.randperm(keys)]
+    case = Case(**{**vars(case), "mask": mask})
+    assert_case_close(case, run_library(case))
+
+
+def test_order_does_not_change_the_result() -> None:
+    case = make_case(4, 32, 8, 2048, 2048, 32)
+    whole = Case(**{**vars(case), "mask": unequal_tiles(1, 2048, 2048)})
+    got = run_library(whole, deterministic=True)
+    for first in range(0, 32, 4):  # of so few that they are not ordered
+        heads, key_heads = slice(first, first + 4), slice(first // 4, first // 4 + 1)
+        for batch in (slice(0, 1), slice(3, 4)):
+            rows = (batch, slice(None), heads)
+            part = Case(
+                whole.query[rows],
+                whole.key[batch, :, key_heads],
+                whole.value[batch, :, key_heads],
+                whole.dout[rows],
+                mask=whole.mask,
+            )
+            # Not those of keys: how their sums are grouped depends on how many heads there are.
+            expected = {"out": got["out"][rows], "lse": got["lse"][batch, heads], "dquery": got["dquery"][rows]}
+            assert_same_bits(expected, run_library(part, deterministic=True))
