@@ -10,6 +10,11 @@ of 64, MLP 2048, vocabulary 32k, window 2048, batch 1. A and dt_proj are random,
 training sdpa gets an explicit 4-D causal mask, since without one some versions of Transformers are not causal there.
 Each attention trains a copy of the model of its own, one after the other; the aims are for an H200. Times are the
 host's clock around work that the GPU has finished, Python included, as users see it.
+
+Where sdpa wants more memory than there is, its peak is only known to be larger than that. So the case "memory" measures
+one layer of the model at 32k tokens without the vocabulary (forward and backward of a loss on its hidden states), and
+the training step at lengths that fit; through these goes a parabola in the length, which says what sdpa would take at
+32k. That line says that it is extrapolated.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import math
 import statistics
 import sys
 import time
@@ -29,12 +35,14 @@ from common import Comparison, Report, benchmark_parser, describe_machine
 from flash_dmattn.integrations import doge
 from rich.console import Console
 from torch import Tensor
-from transformers import Cache, DogeConfig, DogeForCausalLM, DynamicCache, StaticCache
+from transformers import Cache, CompileConfig, DogeConfig, DogeForCausalLM, DynamicCache, StaticCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 OURS, EAGER, SDPA = "flash_dmattn", "eager", "sdpa"
 PEERS = (SDPA, EAGER)
+UNCOMPILED = "the same, uncompiled"
+TOKENS = 32768  # of the longest training step
 
 
 @dataclass
@@ -114,7 +122,9 @@ class Measured:
     failed: bool = False  # at that peak
 
 
-def measure(bench: Bench, case: str, name: str, make: Callable[[], Callable[[], object]]) -> Measured:
+def measure(
+    bench: Bench, case: str, name: str, make: Callable[[], Callable[[], object]], repeats: int | None = None
+) -> Measured:
     """Seconds of what make() returns, after two calls for warm-up, and the peak of memory from make() on."""
     found, work = Measured(), None
     free()
@@ -125,7 +135,7 @@ def measure(bench: Bench, case: str, name: str, make: Callable[[], Callable[[], 
         work = make()
         for _ in range(2):
             work()
-        found.seconds = [seconds_of(work) for _ in range(bench.repeats)]
+        found.seconds = [seconds_of(work) for _ in range(repeats or bench.repeats)]
     except RuntimeError as error:
         if name == OURS:
             raise
@@ -155,26 +165,29 @@ def compare(
         return middle * 1e3 if amount is None else amount / middle
 
     kind = str(DTYPE).removeprefix("torch.")
-    for name in PEERS:
-        if name not in measured or measured[name].failed:
+    others = [name for name in measured if name != OURS]
+    for name in others:
+        if measured[name].failed:
             continue
         ratios = [their / our for our, their in zip(measured[OURS].seconds, measured[name].seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         line = Comparison(case, what, kind, unit, figure(OURS), goal=(goals or {}).get(name), other=name)
         line.theirs, line.ratio, line.ratio_low, line.ratio_high = figure(name), middle, low, high
         yield line
-    if all(measured[name].failed for name in PEERS if name in measured):
+    if all(measured[name].failed for name in others):
         yield Comparison(case, what, kind, unit, figure(OURS))
 
 
-def compare_memory(case: str, measured: dict[str, Measured], goals: dict[str, float]) -> Iterator[Comparison]:
+def compare_memory(
+    case: str, measured: dict[str, Measured], goals: dict[str, float], what: str = "peak memory"
+) -> Iterator[Comparison]:
     ours = measured[OURS].peak_gib
     for name in PEERS:
         if ours is None or name not in measured:
             continue
         # One that failed would have needed more.
         other = f"{name}, where it failed" if measured[name].failed else name
-        line = Comparison(case, "peak memory", str(DTYPE).removeprefix("torch."), "GiB", ours, other=other)
+        line = Comparison(case, what, str(DTYPE).removeprefix("torch."), "GiB", ours, other=other)
         line.theirs, line.goal = measured[name].peak_gib, goals.get(name)
         line.ratio = line.ratio_low = line.ratio_high = line.theirs / ours
         yield line
@@ -185,35 +198,86 @@ def compare_memory(case: str, measured: dict[str, Measured], goals: dict[str, fl
 
 def train(bench: Bench) -> Iterator[Comparison]:
     """Forward, backward and AdamW of one sequence."""
-    yield from _train(bench, bench.length(8192), {SDPA: 3.0}, {})
-    yield from _train(bench, bench.length(32768), {SDPA: 3.0}, {SDPA: 8.0})
+    model = make_model(bench)
+    for tokens, memory_goals in ((8192, {}), (TOKENS, {SDPA: 8.0})):
+        length, measured = bench.length(tokens), {}
+        case = f"training step, {length} tokens"
+        for name in (OURS, *PEERS):
+            measured[name] = measure(bench, case, name, training_step(model, name, length))
+        yield from compare(bench, case, "time", measured, goals={SDPA: 3.0})
+        yield from compare_memory(case, measured, memory_goals)
 
 
-def _train(
-    bench: Bench, length: int, time_goals: dict[str, float], memory_goals: dict[str, float]
-) -> Iterator[Comparison]:
-    model, case = make_model(bench), f"training step, {length} tokens"
-    measured = {}
-    for name in (OURS, *PEERS):
+def training_step(model: DogeForCausalLM, name: str, length: int) -> Callable[[], Callable[[], None]]:
+    def make() -> Callable[[], None]:
+        trained = with_attention(model, name).train()
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4, fused=True)
+        text, mask = random_tokens(trained, length), causal_mask(name, length)
 
-        def make(name: str = name) -> Callable[[], None]:
-            trained = with_attention(model, name).train()
-            optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4, fused=True)
-            text, mask = random_tokens(trained, length), None
-            if name == SDPA:
-                mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).tril_()
+        def step() -> None:
+            loss = trained(text, attention_mask=mask, labels=text, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
-            def step() -> None:
-                loss = trained(text, attention_mask=mask, labels=text, use_cache=False).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+        return step
 
-            return step
+    return make
 
-        measured[name] = measure(bench, case, name, make)
-    yield from compare(bench, case, "time", measured, goals=time_goals)
-    yield from compare_memory(case, measured, memory_goals)
+
+def causal_mask(name: str, length: int) -> Tensor | None:
+    if name != SDPA:
+        return None
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).tril_()
+
+
+def memory(bench: Bench) -> Iterator[Comparison]:
+    """Peaks where sdpa fits: of one layer at full length, and of the training step at lengths below."""
+    full, model, measured = bench.length(TOKENS), make_model(bench, layers=1), {}
+    case = f"one layer without vocabulary, {full} tokens"
+    for name in (OURS, SDPA):
+        measured[name] = measure(bench, case, name, layer_step(model, name, full), repeats=2)
+    yield from compare(bench, case, "forward + backward", measured)
+    yield from compare_memory(case, measured, {SDPA: 8.0})
+
+    model, peaks = make_model(bench), {OURS: [], SDPA: []}
+    lengths = [bench.length(tokens) for tokens in (8192, 12288, 16384)]
+    for length in lengths:
+        case, measured = f"training step, {length} tokens", {}
+        for name in peaks:
+            measured[name] = measure(bench, case, name, training_step(model, name, length), repeats=2)
+            if measured[name].peak_gib is not None and not measured[name].failed:
+                peaks[name].append(measured[name].peak_gib)
+        yield from compare_memory(case, measured, {})
+    if any(len(found) < len(lengths) for found in peaks.values()):
+        return
+    case, at = f"training step, {full} tokens", ", ".join(map(str, lengths))
+    measured = {OURS: measure(bench, case, OURS, training_step(model, OURS, full), repeats=2)}
+    measured[SDPA] = Measured(peak_gib=parabola_at(full, lengths, peaks[SDPA]))
+    yield from compare_memory(case, measured, {SDPA: 8.0}, f"peak memory, sdpa's extrapolated from {at}")
+
+
+def layer_step(model: DogeForCausalLM, name: str, length: int) -> Callable[[], Callable[[], None]]:
+    def make() -> Callable[[], None]:
+        layer = with_attention(model, name).model.train()
+        text, mask = random_tokens(layer, length), causal_mask(name, length)
+
+        def step() -> None:
+            layer(text, attention_mask=mask, use_cache=False).last_hidden_state.float().square().mean().backward()
+            layer.zero_grad(set_to_none=True)
+
+        return step
+
+    return make
+
+
+def parabola_at(length: int, lengths: list[int], peaks: list[float]) -> float:
+    """The value at `length` of the parabola through three measured points (Lagrange's formula)."""
+    total = 0.0
+    for index, peak in enumerate(peaks):
+        others = lengths[:index] + lengths[index + 1 :]
+        total += peak * math.prod((length - other) / (lengths[index] - other) for other in others)
+    return total
 
 
 def decode(bench: Bench) -> Iterator[Comparison]:
@@ -223,26 +287,35 @@ def decode(bench: Bench) -> Iterator[Comparison]:
     caches: dict[str, Callable[[], Cache]] = {
         "dynamic cache": lambda: DynamicCache(config=model.config),
         "static cache": lambda: StaticCache(config=model.config, max_cache_len=most),
+        "static cache, compiled": lambda: StaticCache(config=model.config, max_cache_len=most),
     }
     for kind, make_cache in caches.items():
-        case, measured = f"decode behind {context} tokens, {kind}", {}
-        for name in (OURS, *PEERS):
+        case, measured, compiled = f"decode behind {context} tokens, {kind}", {}, "compiled" in kind
+        for name in (OURS, *(PEERS[:1] if compiled else PEERS)):
 
-            def make(name: str = name, make_cache: Callable[[], Cache] = make_cache) -> Callable[[], None]:
+            def make(
+                name: str = name, make_cache: Callable[[], Cache] = make_cache, compiled: bool = compiled
+            ) -> Callable[[], None]:
                 running, cache = with_attention(model, name), make_cache()
                 fill(cache, running, context)
                 token = random_tokens(running, 1)
+                call = compiled_call(bench, running) if compiled else running
 
                 @torch.no_grad()
                 def write() -> None:
                     for _ in range(steps):
-                        running(token, past_key_values=cache, use_cache=True)
+                        call(input_ids=token, past_key_values=cache, use_cache=True)
 
                 return write
 
             measured[name] = measure(bench, case, name, make)
-        goals = {SDPA: 1.5} if kind == "dynamic cache" else {}
-        yield from compare(bench, case, "speed", measured, amount=steps, unit="tokens/s", goals=goals)
+        yield from compare(bench, case, "speed", measured, amount=steps, unit="tokens/s", goals={SDPA: 1.5})
+
+
+def compiled_call(bench: Bench, model: DogeForCausalLM) -> Callable:
+    """Compiled as generate() compiles for static caches; inductor takes too long to check this script."""
+    torch.compiler.reset()
+    return model.get_compiled_call(CompileConfig(backend="aot_eager", mode=None) if bench.quick else CompileConfig())
 
 
 def fill(cache: Cache, model: DogeForCausalLM, tokens: int) -> None:
@@ -271,7 +344,40 @@ def generate(bench: Bench) -> Iterator[Comparison]:
     yield from compare(bench, case, "speed", measured, amount=new, unit="tokens/s")
 
 
-CASES = {"train": train, "decode": decode, "generate": generate}
+def compile_layer(bench: Bench) -> Iterator[Comparison]:
+    """Training of one compiled layer at several lengths: breaks of its graph, and how often it is compiled.
+
+    They are above the window, up to which nothing is selected, and above the 4096 rows up to which inductor makes other
+    reductions: each would be another graph.
+    """
+    model = with_attention(make_model(bench, layers=1), OURS).train()
+    layer, lengths = model.model.layers[0], [bench.length(tokens) for tokens in (5000, 6144, 8192, 12288)]
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(layer, dynamic=True, backend="aot_eager" if bench.quick else "inductor")
+    seconds = {}
+    for call in (layer, compiled):
+        for length in lengths:
+            hidden = torch.randn(1, length, model.config.hidden_size, device=DEVICE, dtype=DTYPE, requires_grad=True)
+            embeddings = model.model.rotary_emb(hidden, torch.arange(length, device=DEVICE)[None])
+
+            def train_layer(call: Callable = call, hidden: Tensor = hidden, embeddings: tuple = embeddings) -> None:
+                call(hidden, position_embeddings=embeddings).sum().backward()
+                model.zero_grad(set_to_none=True)
+
+            train_layer()
+            seconds[call, length] = [seconds_of(train_layer) for _ in range(bench.repeats)]
+    case, kind = f"compiled layer, {', '.join(map(str, lengths))} tokens", str(DTYPE).removeprefix("torch.")
+    yield Comparison(case, "graph breaks", kind, "breaks", sum(counters["graph_break"].values()), limit=0)
+    yield Comparison(case, "compiled", kind, "graphs", counters["stats"]["unique_graphs"], limit=1)
+    for length in lengths:
+        case = f"compiled layer, {length} tokens, forward + backward"
+        found = {OURS: Measured(seconds[compiled, length]), UNCOMPILED: Measured(seconds[layer, length])}
+        yield from compare(bench, case, "time", found)
+
+
+CASES = {"train": train, "memory": memory, "decode": decode, "generate": generate, "compile": compile_layer}
 
 
 # ---- The same result

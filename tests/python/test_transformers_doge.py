@@ -13,11 +13,13 @@ import torch
 from compare import assert_case_close
 from doge_models import VOCABULARY, distinct_tokens, keep_the_newest, pair, tiny_doge
 from flash_dmattn import select_keys
-from flash_dmattn.integrations import _masks, attention_interface, doge
+from flash_dmattn.integrations import _doge_cache, _masks, attention_interface, doge
 from oracle import Case
 from selecting import visible_keys
 from torch import Tensor, nn
 from transformers import Cache, DogeConfig, DogeForCausalLM, DogeModel, DynamicCache, LlamaConfig, StaticCache
+from transformers.cache_utils import StaticLayer
+from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
 BATCH, LENGTH = 2, 50
@@ -70,6 +72,22 @@ def assert_equal_training(ours: nn.Module, eager: nn.Module, text: Tensor, **inp
 
 
 # ---- Whole sequences
+
+
+def test_what_others_put_in_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms with hooks or another forward, and another function for rotary embeddings."""
+    ours, _ = pair(9)
+    text, calls = distinct_tokens(BATCH, LENGTH), []
+    expected = ours(text).logits
+    first, second = (layer.self_attn for layer in ours.model.layers)
+    first.q_norm.register_forward_hook(lambda module, inputs, out: calls.append("hook"))
+    theirs, rotate = second.k_norm.forward, modeling_doge.apply_rotary_pos_emb
+    second.k_norm.forward = lambda states: calls.append("forward") or theirs(states)
+    monkeypatch.setattr(
+        modeling_doge, "apply_rotary_pos_emb", lambda *states: calls.append("rotary") or rotate(*states)
+    )
+    assert_equal_logits(ours(text).logits, expected)
+    assert calls == ["hook", "rotary", "forward", "rotary"]
 
 
 @pytest.mark.parametrize("mask", PADDINGS.values(), ids=PADDINGS.keys())
@@ -233,7 +251,8 @@ def test_prefill_with_history(window: int, cache: str) -> None:
     ours, eager = pair(window)
     text, held = distinct_tokens(BATCH, LENGTH), CACHES[cache](ours.config)
     with torch.no_grad():
-        parts = [ours(part, past_key_values=held).logits for part in text.split([20, 11, 1, 1, 17], dim=1)]
+        sizes = [20, 11, 1, 1, 10, 1, 2, 1, 1, 2]
+        parts = [ours(part, past_key_values=held).logits for part in text.split(sizes, dim=1)]
         assert_equal_logits(torch.cat(parts, 1), eager(text).logits)
 
 
@@ -300,6 +319,12 @@ def crop(cache: Cache) -> None:
     cache.crop(-7)
 
 
+def step_back(cache: Cache) -> None:
+    """The next tokens take the slots of the last ones."""
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(4)
+
+
 def write(cache: Cache) -> None:
     for layer in cache.layers:
         layer.values[:, :, 3:9] = layer.values[:, :, 11:17] * 1.5
@@ -309,8 +334,7 @@ def write(cache: Cache) -> None:
     ("change", "cache"),
     [
         *((change, "dynamic") for change in (reorder, repeat, select, crop, write)),
-        (reorder, "static"),
-        (write, "static"),
+        *((change, "static") for change in (reorder, write, step_back)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -380,15 +404,18 @@ def test_scores_of_cached_keys_are_not_computed_again(cache: str, monkeypatch: p
     seen, selections = [], []
     for layer in ours.model.layers:
         layer.self_attn.dt_proj.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape[1]))
-    monkeypatch.setattr(doge, "select_keys", lambda *args, **kw: selections.append(1) or select_keys(*args, **kw))
+    for module in (doge, _doge_cache):
+        monkeypatch.setattr(module, "select_keys", lambda *args, **kw: selections.append(1) or select_keys(*args, **kw))
+    placed, make_slots = [], _doge_cache.make_slots
+    monkeypatch.setattr(_doge_cache, "make_slots", lambda *args: placed.append(1) or make_slots(*args))
     text, held = distinct_tokens(BATCH, LENGTH + 5), CACHES[cache](ours.config)
     with torch.no_grad():
         for part in text.split([LENGTH, 1, 1, 1, 1, 1], dim=1):
             ours(part, past_key_values=held)
     first = LENGTH if cache == "dynamic" else 130  # slots
     assert seen == [first] * 2 + [1] * 10
-    if cache == "dynamic":  # the prompt, and the step after it
-        assert len(selections) == 4
+    assert len(selections) == 4  # the prompt, and the step after it
+    assert len(placed) == (6 if cache == "static" else 0)  # once per forward
 
 
 def test_nothing_is_known_of_captured_caches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,11 +427,83 @@ def test_nothing_is_known_of_captured_caches(monkeypatch: pytest.MonkeyPatch) ->
     with torch.no_grad():
         parts = [ours(text[:, :40], past_key_values=held).logits]
         with monkeypatch.context() as capture:
-            capture.setattr(doge, "_is_capturing", lambda: True)
+            capture.setattr(_doge_cache, "_is_capturing", lambda tensor: True)
             parts.append(ours(text[:, 40:41], past_key_values=held).logits)
         parts += [ours(text[:, at : at + 1], past_key_values=held).logits for at in range(41, LENGTH)]
     assert set(seen) == {130}
     assert_equal_logits(torch.cat(parts, 1), eager(text).logits)
+
+
+def test_room_for_more_keys_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doge_cache, "LEAST_ROOM", 2)
+    ours, eager = pair(9)
+    text, held = distinct_tokens(BATCH, LENGTH), DynamicCache(config=ours.config)
+    with torch.no_grad():
+        parts = [ours(part, past_key_values=held).logits for part in text.split([5] + [1] * (LENGTH - 5), dim=1)]
+        assert_equal_logits(torch.cat(parts, 1), eager(text).logits)
+
+
+def test_window_size_that_changes() -> None:
+    models, text, results = pair(9), distinct_tokens(BATCH, LENGTH), []
+    for model in models:
+        held, parts = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for part in text.split([40] + [1] * 10, dim=1):
+                parts.append(model(part, past_key_values=held).logits)
+                model.model.layers[1].self_attn.keep_window_size = 9 - len(parts) // 4
+        results.append(torch.cat(parts, 1))
+    assert_equal_logits(*results)
+
+
+def test_dtype_that_changes() -> None:
+    """Nothing in higher precision is taken from scores of a lower one."""
+    layer, held = tiny_doge(9).model.layers[0].self_attn, DynamicCache()
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            step = _doge_cache.CacheStep(layer.to(dtype), held)
+            _, values, scores = step.update(torch.randn(1, 20, 2, 8).to(dtype), torch.randn(1, 20, 16).to(dtype))
+            assert scores.dtype == dtype
+            assert torch.equal(scores, _doge_cache.key_scores(layer, values.flatten(2)))
+
+
+def test_layers_of_a_static_cache_that_run_alone() -> None:
+    """Each counts its own keys."""
+    results = []
+    for model in pair(9):
+        torch.manual_seed(4)
+        held, parts = StaticCache(config=model.config, max_cache_len=60), []
+        with torch.no_grad():
+            model(distinct_tokens(BATCH, 20), past_key_values=held)
+            for index, rows in ((0, 1), (1, 2), (1, 1), (1, 1), (0, 3), (1, 3)):
+                before, hidden = int(held.layers[index].cumulative_length), torch.randn(BATCH, rows, 32)
+                positions = torch.arange(before, before + rows)[:, None]
+                embeddings = model.model.rotary_emb(hidden, positions.mT)
+                mask = (torch.arange(60) <= positions)[None, None]
+                mask = mask if model.config._attn_implementation == "eager" else None
+                layer = model.model.layers[index]
+                parts.append(layer(hidden, embeddings, attention_mask=mask, past_key_values=held))
+        results.append(torch.cat(parts, 1))
+    assert_equal_logits(*results)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_graphs_hold_nothing_that_later_steps_write_to(cache: str) -> None:
+    """A step whose scores need no gradient but whose queries do, between steps without gradients."""
+    text, found = distinct_tokens(BATCH, LENGTH), []
+    for model in pair(9):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name and ".1." in name)
+        held = CACHES[cache](model.config)
+        with torch.no_grad():
+            for part in text[:, :40].split([38, 1, 1], dim=1):
+                model(part, past_key_values=held)
+        loss = model(text[:, 40:41], past_key_values=held).logits.square().mean()
+        if cache == "dynamic":  # a static one writes to values that the graph holds
+            with torch.no_grad():
+                for part in text[:, 41:44].split(1, dim=1):
+                    model(part, past_key_values=held)
+        found.append(gradients(model, loss))
+    assert_equal_gradients(*found)
 
 
 @pytest.mark.parametrize("with_prompt", [True, False])
@@ -419,7 +518,7 @@ def test_gradients_through_a_cache(with_prompt: bool) -> None:
             model(text[:, :30], past_key_values=held)
         logits = torch.cat([model(part, past_key_values=held).logits for part in text[:, 30:].split([18, 1, 1], 1)], 1)
         found.append(gradients(model, logits.square().mean()))
-        assert not with_prompt or not any(layer in doge._known_scores for layer in held.layers)
+        assert not with_prompt or not any(layer in _doge_cache.known_scores for layer in held.layers)
     assert_equal_gradients(*found)
 
 
@@ -440,36 +539,42 @@ def test_two_models_on_one_cache() -> None:
     assert_equal_logits(*results)
 
 
-def best_step(scores: Tensor, best: Tensor | None, window: int) -> Tensor:
-    """One step of doge's own selection, from the best keys of the step before."""
-    step = object.__new__(doge._CacheStep)
-    step.known = doge._KnownScores(None, None, 0, scores, best, window)
-    return step.best_keys(window)
-
-
+@pytest.mark.devices("cpu", "cuda")
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", ["normal", "ties", "special"])
 @pytest.mark.parametrize("window", [1, 4, 9])
-def test_a_new_key_puts_out_one(window: int, kind: str) -> None:
+def test_a_new_key_puts_out_one(window: int, kind: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps from the best keys before keep what a selection from all keys keeps."""
-    scores = torch.randn(2, 3, 60)
+    keys, slots = 60, 64
+    scores = torch.randn(2, 3, keys)
     if kind == "ties":
-        scores = torch.tensor([0.0, -0.0, 1.0])[torch.randint(0, 3, (2, 3, 60))]
+        scores = torch.tensor([0.0, -0.0, 1.0])[torch.randint(0, 3, scores.shape)]
     elif kind == "special":
-        scores[torch.rand(2, 3, 60) < 0.05] = torch.nan
-        scores[torch.rand(2, 3, 60) < 0.05] = torch.inf
+        scores[torch.rand(scores.shape) < 0.05] = torch.nan
+        scores[torch.rand(scores.shape) < 0.05] = torch.inf
         scores[:, :, :window] = scores[:, :, :window].nan_to_num(0.0, 0.0)
         scores[:, 0] = scores[:, 0].nan_to_num(0.5, 0.5)
-    best = None
-    for keys in range(window + 1, 60):
-        best = best_step(scores[..., :keys], best, window)
-        known = select_keys(scores[..., :keys], window, seqlen_q=1, causal=False).dense_mask(1)[:, :, 0]
-        if kind != "special":
-            assert torch.equal(best, known)
-        else:  # among infinities and NaNs, whose output is NaN in any case, which stay is not the same
-            finite = (scores[..., :keys].isfinite() | ~known).all(2)
-            assert torch.equal(best[finite], known[finite])
-            broken = ~scores[..., :keys].isfinite()
-            assert torch.equal((best & broken).any(2), (known & broken).any(2))
+    # Values are the scores themselves.
+    monkeypatch.setattr(_doge_cache, "key_scores", lambda module, value: value.transpose(1, 2).clone())
+    module = nn.Module()
+    module.layer_idx, module.head_dim = 0, 1
+    held = DynamicCache() if cache == "dynamic" else Cache(layers=[StaticLayer(slots)])
+    begin = 3 if cache == "static" else window + 1
+    with torch.no_grad():
+        for before, end in ((0, begin), *((end - 1, end) for end in range(begin + 1, keys + 1))):
+            step, new = _doge_cache.CacheStep(module, held), scores[:, :, before:end].transpose(1, 2)
+            step.update(new[..., None], new)
+            best = step.best_keys(window)
+            best = best if isinstance(best, Tensor) else best.dense_mask(1)[:, :, 0]
+            best, given = best[:, :, :end], scores[:, :, :end]
+            known = select_keys(given, window, seqlen_q=1, causal=False).dense_mask(1)[:, :, 0]
+            if kind != "special":
+                assert torch.equal(best, known)
+            else:  # among infinities and NaNs, whose output is NaN in any case, which stay is not the same
+                finite = (given.isfinite() | ~known).all(2)
+                assert torch.equal(best[finite], known[finite])
+                broken = ~given.isfinite()
+                assert torch.equal((best & broken).any(2), (known & broken).any(2))
 
 
 # ---- enable and disable
@@ -646,6 +751,25 @@ def test_compiled_layer() -> None:
         assert_equal_logits(got, expected, padding(left=5, length=length))
     assert len(graphs) == 1
     assert "select_keys" in graphs[0].code and "attention_forward" in graphs[0].code
+
+
+def test_compiled_decode() -> None:
+    """With a static cache the whole model is one graph, which is captured once."""
+    ours, eager = pair(9)
+    held, text, graphs = CACHES["static"](ours.config), distinct_tokens(BATCH, LENGTH), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(ours.__call__, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        parts = [ours(text[:, :40], past_key_values=held).logits]
+        parts += [compiled(text[:, at : at + 1], past_key_values=held).logits for at in range(40, 46)]
+        parts += [ours(text[:, at : at + 1], past_key_values=held).logits for at in range(46, LENGTH)]
+        assert_equal_logits(torch.cat(parts, 1), eager(text).logits)
+    assert len(graphs) == 1
 
 
 def test_registered_functions_are_ours() -> None:

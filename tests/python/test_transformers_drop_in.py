@@ -285,6 +285,14 @@ def test_documents_with_special_scores() -> None:
 
 
 @pytest.mark.devices("cpu")
+def test_documents_of_too_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_masks, "_MOST_DOCUMENT_KEYS", 19)
+    mask = _masks.growing_mask(packed_mask([9, 11]))
+    with pytest.raises(ValueError, match="keys must be at most 19 to select within documents; got 20"):
+        _masks.select_within(torch.zeros(1, 1, 20), 3, mask, 20)
+
+
+@pytest.mark.devices("cpu")
 def test_masks_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers share a tensor; one that was written to is looked at again; nothing keeps a mask alive."""
     looks = []
@@ -346,16 +354,19 @@ def test_what_attention_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- Long sequences
 
-COMBINATIONS = {"none_3d": (False, False), "4d_3d": (True, False), "4d_4d": (True, True), "none_4d": (False, True)}
+# Dimensions of the mask, 0 for none, and of the bias.
+COMBINATIONS = {"none_3d": (0, 3), "3d_3d": (3, 3), "4d_3d": (4, 3), "4d_4d": (4, 4), "none_4d": (0, 4)}
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("with_mask", "with_rows"), COMBINATIONS.values(), ids=COMBINATIONS.keys())
-def test_gradients_are_finite_at_length(with_mask: bool, with_rows: bool, low: torch.dtype) -> None:
+@pytest.mark.parametrize(("mask_dims", "bias_dims"), COMBINATIONS.values(), ids=COMBINATIONS.keys())
+def test_gradients_are_finite_at_length(mask_dims: int, bias_dims: int, low: torch.dtype) -> None:
     length, window = 4096, 256
-    bias = (1, 1, length, length) if with_rows else (1, 1, length)
+    bias = (1, 1, length) if bias_dims == 3 else (1, 1, length, length)
     case = make_random_case(1, 2, 1, length, length, 32, dtype=low, bias=bias, is_causal=True)
-    if with_mask:
+    if mask_dims == 3:
+        case.mask = torch.arange(length)[None, None] >= 100
+    elif mask_dims == 4:
         case.mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     got = run_drop_in(case, window)
     for name, tensor in got.items():

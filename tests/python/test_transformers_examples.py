@@ -103,7 +103,21 @@ def test_benchmark_runs(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads((tmp_path / "out.json").read_text())["comparisons"]
-    assert {line["other"] for line in lines} == {"sdpa", "eager"}
-    assert {line["case"].split()[0] for line in lines} == {"training", "decode", "generate"}
-    assert all(line["ours"] > 0 and line["theirs"] > 0 for line in lines)
+    assert {"sdpa", "eager"} <= {line["other"] for line in lines}
+    assert {line["case"].split()[0] for line in lines} == {"training", "one", "decode", "generate", "compiled"}
+    compared = [line for line in lines if line["theirs"] is not None]
+    assert all(line["ours"] > 0 and line["theirs"] > 0 for line in compared)
+    compilations = [(line["what"], line["ours"]) for line in lines if line["theirs"] is None]
+    assert compilations == [("graph breaks", 0), ("compiled", 1)]
     assert "note:" not in result.stdout
+
+
+@pytest.mark.parametrize("lengths", [[8, 16, 24], [1, 5, 2]])
+def test_benchmark_extrapolates_exactly(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_doge import parabola_at
+
+    def peak(length: int) -> float:
+        return 3 + 0.5 * length + 0.25 * length**2
+
+    assert parabola_at(32, lengths, [peak(length) for length in lengths]) == pytest.approx(peak(32))

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DogeConfig, PreTrainedConfig, masking_utils
-from transformers.cache_utils import CacheLayerMixin
 from transformers.models.doge import modeling_doge
-from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalLM, DogePreTrainedModel
+from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalLM, DogePreTrainedModel, DogeRMSNorm
 
 from ..functional import attention
 from ..prepared import PreparedMask
 from ..selection import KeyIntervals, select_keys
 from . import attention_interface
+from ._doge_cache import CacheStep, key_scores
 from ._inputs import cast_inputs, model_dtype, refuse_unsupported
 from ._masks import (
     GrowingMask,
@@ -207,22 +206,24 @@ def _forward(
 
     lengths = hidden_states.shape[:-1]
     by_head = (*lengths, -1, self.head_dim)
-    query = self.q_norm(self.q_proj(hidden_states).view(by_head)).transpose(1, 2)
-    key = self.k_norm(self.k_proj(hidden_states).view(by_head)).transpose(1, 2)
-    value = self.v_proj(hidden_states).view(by_head).transpose(1, 2)
-    query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+    query = _normed(self.q_norm, self.q_proj(hidden_states).view(by_head))
+    key = _normed(self.k_norm, self.k_proj(hidden_states).view(by_head))
+    value = self.v_proj(hidden_states)
+    query, key = _rotated(query, key, *position_embeddings)
 
     step = None
     if past_key_values is None:
-        scores = _scores(self, value)
+        scores, value = key_scores(self, value), value.view(by_head)
     else:
-        step = _CacheStep(self, past_key_values)
+        step = CacheStep(self, past_key_values)
         key, value, scores = step.update(key, value)
-    visible, is_causal, seqlens_k = _visible_keys(self, scores, attention_mask, query.shape[2], step)
+    visible, is_causal, seqlens_k = _visible_keys(self, scores, attention_mask, query.shape[1], step)
 
     query, key, value = cast_inputs(model_dtype(self, query), query, key, value)
     out = attention(
-        *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+        query,
+        key,
+        value,
         mask=visible,
         bias=scores,
         scale=self.scaling,
@@ -232,14 +233,32 @@ def _forward(
     return self.o_proj(out.reshape(*lengths, -1)), None
 
 
-def _scores(module: DogeAttention, value: Tensor) -> Tensor:
-    """What keys are selected by and what is added to attention's scores: value (B, Hkv, S, D) -> (B, Hkv, S)."""
-    steps = module.dt_proj(value.transpose(1, 2).flatten(2))
-    return torch.exp(module.A * F.softplus(steps)).transpose(1, 2)
+_their_norm, _their_rotary = DogeRMSNorm.forward, modeling_doge.apply_rotary_pos_emb
+
+
+def _normed(norm: nn.Module, states: Tensor) -> Tensor:
+    """norm(states), in one operation instead of eight where it is Transformers' own and nobody looks in."""
+    is_watched = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    is_theirs = type(norm) is DogeRMSNorm and DogeRMSNorm.forward is _their_norm and "forward" not in norm.__dict__
+    if is_watched or not is_theirs or norm.weight.dtype != states.dtype:
+        return norm(states)
+    return F.rms_norm(states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """query and key (B, S, heads, D) with the rotary embeddings cos and sin (B or 1, S, D)."""
+    if modeling_doge.apply_rotary_pos_emb is not _their_rotary:  # somebody put a kernel in its place
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        query, key = modeling_doge.apply_rotary_pos_emb(query, key, cos, sin)
+        return query.transpose(1, 2), key.transpose(1, 2)
+    # What it does, for both at once.
+    both, cos, sin = torch.cat([query, key], dim=2), cos.unsqueeze(2), sin.unsqueeze(2)
+    both = torch.addcmul(both * cos, modeling_doge.rotate_half(both), sin)
+    return both.split([query.shape[2], key.shape[2]], dim=2)
 
 
 def _visible_keys(
-    module: DogeAttention, scores: Tensor, mask: Tensor | None, rows: int, step: _CacheStep | None
+    module: DogeAttention, scores: Tensor, mask: Tensor | None, rows: int, step: CacheStep | None
 ) -> tuple[KeyIntervals | PreparedMask | Tensor | None, bool, Tensor | None]:
     """attention's mask, is_causal and seqlens_k: the best keys of every row within the mask."""
     config, window_size, keys = module.config, module.keep_window_size, scores.shape[2]
@@ -261,8 +280,8 @@ def _visible_keys(
     seqlens_k = None if step is None else step.seqlens_k
     if not selects:
         return key_mask, is_causal, seqlens_k
-    if rows == 1 and key_mask is None and seqlens_k is None and step is not None:
-        return step.best_keys(window_size), False, None
+    if rows == 1 and key_mask is None and step is not None:
+        return step.best_keys(window_size), False, seqlens_k
     visible = select_keys(scores, window_size, seqlen_q=rows, causal=is_causal, key_mask=key_mask, seqlens_k=seqlens_k)
     return visible, is_causal, seqlens_k
 
@@ -272,111 +291,3 @@ def _select_in_mask(scores: Tensor, window_size: int, mask: Tensor, rows: int) -
     if growing is None:
         return dense_selection(scores, window_size, mask)
     return select_within(scores, window_size, growing, rows)
-
-
-# ---- Generation
-
-
-@dataclass
-class _KnownScores:
-    """What is known of a cache layer's values, as long as they are the same tensor and were not written to."""
-
-    module: ref[DogeAttention]
-    values: ref[Tensor]
-    version: int
-    scores: Tensor  # (B, Hkv, Sk)
-    best: Tensor | None = None  # bool (B, Hkv, Sk) or shorter: the best keys of all, if the last step needed them
-    window_size: int = 0  # how many these are
-
-    def hold_for(self, module: DogeAttention, values: Tensor | None) -> bool:
-        return self.module() is module and self.values() is values and self.version == values._version
-
-
-# Whatever changes a cache (reordered beams, cropping, another batch) puts other tensors into its layers, or writes to
-# them; then everything is computed anew. Copies of a layer have no entry here.
-_known_scores: WeakKeyDictionary[CacheLayerMixin, _KnownScores] = WeakKeyDictionary()
-# Layers of CUDA graphs, whose replays write to values without telling. Of these nothing is ever known.
-_captured: WeakSet[CacheLayerMixin] = WeakSet()
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-class _CacheStep:
-    """One forward of one layer with a cache. Scores of keys that are in the cache already are not computed again."""
-
-    def __init__(self, module: DogeAttention, cache: Cache):
-        self.module, self.cache = module, cache
-        self.seqlens_k: Tensor | None = None  # int32 (B), of a static cache, which has slots for tokens to come
-        self.known: _KnownScores | None = None
-
-    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """key and value (B, Hkv, S, D) of new tokens -> those of all, and the scores of all, (B, Hkv, Sk)."""
-        before = self._before()
-        keys, values = self.cache.update(key, value, self.module.layer_idx)
-        length = self.cache.get_seq_length(self.module.layer_idx)
-        if isinstance(length, Tensor):
-            self.seqlens_k = length.to(values.device, torch.int32).expand(values.shape[0])
-        scores = None if before is None else self._extended(before, value, values.shape[2])
-        if scores is None:
-            scores, before = _scores(self.module, values), None
-        self._remember(values, scores, before)
-        return keys, values, scores
-
-    def best_keys(self, window_size: int) -> Tensor | KeyIntervals:
-        """The best of all keys, for one row that may see them all, from those of the row before if these are known: a
-        new key can only put out one of them."""
-        known = self.known
-        if known is None:
-            return select_keys(self.scores, window_size, seqlen_q=1, causal=False)
-        scores, best = known.scores, known.best
-        if best is None or best.shape[2] != scores.shape[2] - 1 or known.window_size != window_size:
-            intervals = select_keys(scores, window_size, seqlen_q=1, causal=False)
-            best = intervals.begin < intervals.end
-        else:
-            best = F.pad(best, (0, 1), value=True)
-            # argmin takes the first of equal scores, so that the newest stays. NaN ranks highest.
-            ranked = scores.nan_to_num(nan=torch.inf).masked_fill_(~best, torch.inf)
-            best.scatter_(2, ranked.argmin(2, keepdim=True), False)
-        known.best, known.window_size = best, window_size
-        return best
-
-    def _layer(self) -> CacheLayerMixin | None:
-        layers, index = self.cache.layers, self.module.layer_idx
-        return layers[index] if index < len(layers) else None
-
-    def _before(self) -> _KnownScores | None:
-        if torch.compiler.is_compiling():
-            return None
-        layer = self._layer()
-        if layer is not None and _is_capturing():
-            _captured.add(layer)
-            _known_scores.pop(layer, None)
-        known = None if layer is None else _known_scores.get(layer)
-        return known if known is not None and known.hold_for(self.module, layer.values) else None
-
-    def _extended(self, before: _KnownScores, value: Tensor, keys: int) -> Tensor | None:
-        """The scores of all `keys` keys from those before, None if they must be computed from all values."""
-        new = _scores(self.module, value)
-        if new.requires_grad or new.dtype != before.scores.dtype:
-            return None
-        rows = value.shape[2]
-        if self.seqlens_k is not None:
-            position = self.seqlens_k[:1] - rows + torch.arange(rows, device=value.device)
-            return before.scores.index_copy(2, position, new)
-        return torch.cat([before.scores, new], dim=2) if before.scores.shape[2] + rows == keys else None
-
-    def _remember(self, values: Tensor, scores: Tensor, before: _KnownScores | None) -> None:
-        self.scores = scores
-        if torch.compiler.is_compiling() or scores.requires_grad:
-            return
-        layer = self._layer()
-        # Layers of other kinds than dynamic and static return what they do not keep. Tensors of inference mode do not
-        # tell when they are written to.
-        if layer in _captured or layer.values is not values or values.is_inference():
-            return
-        self.known = _KnownScores(ref(self.module), ref(values), values._version, scores)
-        if before is not None:
-            self.known.best, self.known.window_size = before.best, before.window_size
-        _known_scores[layer] = self.known
