@@ -345,36 +345,42 @@ def generate(bench: Bench) -> Iterator[Comparison]:
 
 
 def compile_layer(bench: Bench) -> Iterator[Comparison]:
-    """Training of one compiled layer at several lengths: breaks of its graph, and how often it is compiled.
-
-    They are above the window, up to which nothing is selected, and above the 4096 rows up to which inductor makes other
-    reductions: each would be another graph.
+    """Training of one compiled layer at several lengths above the window, up to which nothing is selected: breaks of
+    its graph and how many graphs there are, without and with inductor, which makes some of its own for ranges of
+    lengths where it merges kernels differently (TORCH_LOGS=recompiles shows its guards).
     """
     model = with_attention(make_model(bench, layers=1), OURS).train()
-    layer, lengths = model.model.layers[0], [bench.length(tokens) for tokens in (5000, 6144, 8192, 12288)]
-    torch.compiler.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    compiled = torch.compile(layer, dynamic=True, backend="aot_eager" if bench.quick else "inductor")
-    seconds = {}
-    for call in (layer, compiled):
-        for length in lengths:
-            hidden = torch.randn(1, length, model.config.hidden_size, device=DEVICE, dtype=DTYPE, requires_grad=True)
-            embeddings = model.model.rotary_emb(hidden, torch.arange(length, device=DEVICE)[None])
+    layer, lengths = model.model.layers[0], [bench.length(tokens) for tokens in (3000, 6144, 8192, 12288)]
 
-            def train_layer(call: Callable = call, hidden: Tensor = hidden, embeddings: tuple = embeddings) -> None:
-                call(hidden, position_embeddings=embeddings).sum().backward()
-                model.zero_grad(set_to_none=True)
+    def train_at(call: Callable, length: int) -> Callable[[], None]:
+        hidden = torch.randn(1, length, model.config.hidden_size, device=DEVICE, dtype=DTYPE, requires_grad=True)
+        embeddings = model.model.rotary_emb(hidden, torch.arange(length, device=DEVICE)[None])
 
-            train_layer()
-            seconds[call, length] = [seconds_of(train_layer) for _ in range(bench.repeats)]
-    case, kind = f"compiled layer, {', '.join(map(str, lengths))} tokens", str(DTYPE).removeprefix("torch.")
-    yield Comparison(case, "graph breaks", kind, "breaks", sum(counters["graph_break"].values()), limit=0)
-    yield Comparison(case, "compiled", kind, "graphs", counters["stats"]["unique_graphs"], limit=1)
-    for length in lengths:
-        case = f"compiled layer, {length} tokens, forward + backward"
-        found = {OURS: Measured(seconds[compiled, length]), UNCOMPILED: Measured(seconds[layer, length])}
-        yield from compare(bench, case, "time", found)
+        def train_layer() -> None:
+            call(hidden, position_embeddings=embeddings).sum().backward()
+            model.zero_grad(set_to_none=True)
+
+        train_layer()
+        return train_layer
+
+    kind, counters = str(DTYPE).removeprefix("torch."), torch._dynamo.utils.counters
+    # Inductor takes too long to check this script.
+    for backend in ("aot_eager",) if bench.quick else ("aot_eager", "inductor"):
+        torch.compiler.reset()
+        counters.clear()
+        compiled = torch.compile(layer, dynamic=True, backend=backend)
+        trained = {length: train_at(compiled, length) for length in lengths}
+        case, limit = (
+            f"layer by {backend}, {', '.join(map(str, lengths))} tokens",
+            1 if backend == "aot_eager" else None,
+        )
+        yield Comparison(case, "graph breaks", kind, "breaks", sum(counters["graph_break"].values()), limit=0)
+        yield Comparison(case, "compiled", kind, "graphs", counters["stats"]["unique_graphs"], limit=limit)
+    for length, ours in trained.items():
+        found = {}
+        for name, work in ((OURS, ours), (UNCOMPILED, train_at(layer, length))):
+            found[name] = Measured([seconds_of(work) for _ in range(bench.repeats)])
+        yield from compare(bench, f"layer by {backend}, {length} tokens", "forward + backward", found)
 
 
 CASES = {"train": train, "memory": memory, "decode": decode, "generate": generate, "compile": compile_layer}

@@ -100,9 +100,9 @@ void log_call(const char* direction, const AttentionProblem& problem, const char
 
 std::int64_t bias_elements(const BroadcastView& bias) { return bias.batches * bias.heads * bias.rows * bias.keys; }
 
-// Only a plan tells how long a block takes.
-std::int32_t* take_order(const PreparedVisibility& prepared, Arena* arena) {
-  return prepared.planned ? arena->take<std::int32_t>(kMostOrderedBlocks) : nullptr;
+// Of BlockOrder. Only a plan tells how long a block takes.
+std::int32_t* take_order(bool planned, Arena* arena) {
+  return planned ? arena->take<std::int32_t>(kMostOrderedBlocks) : nullptr;
 }
 
 // Scratch memory of the backward beside the plan, and how its work is cut.
@@ -111,9 +111,11 @@ struct BackwardScratch {
   std::int64_t padded_rows = 0;
   float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
   std::uint8_t* stored = nullptr;  // as in BackwardParams
+  std::int32_t* order = nullptr;   // as in BlockOrder
   std::size_t dquery_bytes = 0, key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0, colors = 1;
   bool wants_sums = false;
+  bool orders = false;  // it is worth a kernel to put blocks in order
   bool deterministic = false;
   BroadcastView dbias;         // of dbias_sums
   bool dbias_by_head = false;  // dbias_sums has an entry for every query head and key: launch_shared_bias_gradients
@@ -130,6 +132,7 @@ struct BackwardScratch {
       dquery_sums = arena->take<float>(row_count * bucket);
     }
     cut(problem, prepared, tiles);
+    order = take_order(prepared.planned && orders, arena);
     key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
     key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(colors);
     if (wants_sums && problem.dkey.defined()) dkey_sums = arena->take<float>(key_bytes / sizeof(float));
@@ -146,6 +149,8 @@ struct BackwardScratch {
     // Heads that see different keys have lists of their own; and a few tiles of keys alone leave most of a GPU idle,
     // the more so where they see different numbers of rows.
     const std::int64_t few_blocks = prepared.planned ? 256 : 128;
+    // Ordering takes 10 to 20 us, as much as all the rest where a bool mask shows a few keys a row.
+    orders = prepared.visibility.begin.defined() || key_blocks >= few_blocks;
     const bool own_lists = prepared.planned && prepared.plan.head_divisor < group;
     const bool few = key_blocks < few_blocks && !deterministic;
     splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
@@ -197,6 +202,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const PreparedVis
   params.wants_dvalue = problem.dvalue.defined();
   params.uses_sums = scratch.wants_sums;
   params.stored = scratch.stored;
+  params.order.blocks = scratch.order;
   params.splits = scratch.splits;
   params.chunk_limit = prepared.plan.chunk_count;
   params.colors = scratch.colors;
@@ -333,7 +339,7 @@ Status forward_workspace(const AttentionProblem& problem, std::size_t* bytes) {
   Arena arena(nullptr);
   PreparedVisibility prepared;
   prepared.prepare(problem, &arena, false, nullptr, nullptr);
-  take_order(prepared, &arena);
+  take_order(prepared.planned, &arena);
   *bytes = arena.used();
   return {};
 }
@@ -359,7 +365,7 @@ Status forward(const ForwardProblem& problem, void* workspace, void* stream_hand
     return status_of(launch_decode(params, problem.dtype, processor_count(), workspace, stream));
   }
   log_call("forward", problem, plan_kind(prepared));
-  params.order.blocks = take_order(prepared, &arena);
+  params.order.blocks = take_order(prepared.planned, &arena);
   launches.then([&] {
     return by_type(problem, [&]<typename Element, int kHeadDim>() {
       return launch_forward<Element, kHeadDim>(params, prepared.planned, stream);
@@ -374,7 +380,6 @@ Status backward_workspace(const BackwardProblem& problem, std::size_t* bytes) {
   PreparedVisibility prepared;
   prepared.prepare(problem, &arena, false, nullptr, nullptr);
   BackwardScratch().take(problem, prepared, &arena);
-  take_order(prepared, &arena);
   *bytes = arena.used();
   return {};
 }
@@ -388,8 +393,7 @@ Status backward(const BackwardProblem& problem, void* workspace, void* stream_ha
   prepared.prepare(problem, &arena, true, &launches, stream);
   BackwardScratch scratch;
   scratch.take(problem, prepared, &arena);
-  BackwardParams params = backward_params(problem, prepared, scratch);
-  params.order.blocks = take_order(prepared, &arena);
+  const BackwardParams params = backward_params(problem, prepared, scratch);
   log_call("backward", problem, plan_kind(prepared));
   launches.then([&] { return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, stream); })
       .then([&] { return clear(scratch.dquery_sums, scratch.dquery_bytes, stream); })
