@@ -10,6 +10,7 @@
 #include "cuda/portable/backward_config.h"
 #include "cuda/portable/block_order.cuh"
 #include "cuda/portable/hide.cuh"
+#include "cuda/portable/key_block.cuh"
 #include "cuda/portable/key_results.cuh"
 #include "cuda/portable/row_walk.cuh"
 #include "cuda/portable/tokens.cuh"
@@ -78,51 +79,9 @@ struct BackwardBlock {
     __syncthreads();
   }
 
-  // Of every key head first tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
-  __device__ static KeyBlock key_block(const BackwardParams& params, unsigned number) {
-    const int key_tiles = params.takes_ranges ? (params.keys + kKeys - 1) / kKeys : 0;
-    const int list_tiles = kPlanned ? params.plan.capacity / kKeys : 0;
-    const auto tiles = static_cast<unsigned>(key_tiles + list_tiles * (params.chunk_limit - params.first_chunk));
-    const int index = static_cast<int>(number % tiles), part = static_cast<int>(number / tiles);
-    const int heads = params.group / params.splits;
-
-    KeyBlock block;
-    block.batch = part / (params.key_heads * params.splits);
-    block.key_head = part / params.splits % params.key_heads;
-    block.first_head = block.key_head * params.group + part % params.splits * heads;
-    block.end_head = block.first_head + heads;
-    block.listed = index >= key_tiles;
-    block.tile = index;
-    block.exists = true;
-    block.first_chunk = block.plan_chunk = 0;
-    block.end_chunk = params.plan.chunk_count;
-    // Heads of a group that have lists of their own add to sums of their own.
-    block.color = params.colors > 1 ? part % params.splits : 0;
-    block.stores = !block.listed && stores(params, block.batch, block.key_head);
-    if constexpr (kPlanned) {
-      block.plan_chunk = static_cast<int>(params.plan.first_chunk(block.batch, block.first_head));
-      if (block.listed) {
-        const int chunk = (index - key_tiles) / list_tiles;
-        if (params.colors > 1) block.color += chunk * params.splits;
-        block.first_chunk = params.first_chunk + chunk;
-        block.end_chunk = block.first_chunk + 1;
-        block.plan_chunk += block.first_chunk;
-        block.tile = (index - key_tiles) % list_tiles;
-        const ChunkKeys keys = params.plan.chunks[block.plan_chunk];
-        block.exists = keys.first < 0 && block.tile * kKeys < keys.count;
-      }
-    }
-    return block;
-  }
-
-  // Whether one block has all rows of these keys, so that it stores results instead of adding to sums.
-  __device__ static bool stores(const BackwardParams& params, int batch, int key_head) {
-    return !params.uses_sums || (params.stored != nullptr && params.stored[batch * params.key_heads + key_head] != 0);
-  }
-
   // For order_blocks.
   __device__ static int visits(const BackwardParams& params, unsigned number, int lane, int lanes) {
-    const KeyBlock block = key_block(params, number);
+    const KeyBlock block = key_block<kKeys, kPlanned>(params, number);
     return block.exists ? Walk::visits(params, block, lane, lanes) : 0;
   }
 
@@ -584,7 +543,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads, 1
     backward_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
-  const KeyBlock block = Block::key_block(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
+  const KeyBlock block = key_block<Block::kKeys, kPlanned>(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
   if (block.exists) Block(params, block, shared).run();
 }
 

@@ -6,20 +6,9 @@
 #include "cuda/params.h"
 #include "cuda/plan/device_plan.h"
 #include "cuda/plan/visibility.cuh"
+#include "cuda/portable/key_block.cuh"
 
 namespace flash_dmattn::internal::cuda {
-
-// Which keys a block owns, and which rows may see them.
-struct KeyBlock {
-  int batch, key_head, first_head, end_head;  // query heads, absolute
-  int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
-  int plan_chunk;                             // planned: the first of them, in the plan
-  int tile;                                   // of kKeys: in the chunk's list, or of all keys
-  int color;                                  // of the sums it adds to
-  bool listed;                                // tile of a list
-  bool stores;                                // results, instead of adding to sums
-  bool exists;
-};
 
 // Head by head, the tiles of kRows rows that see any of a block's kKeys keys. Lies in shared memory and is walked by
 // one warp, all lanes together.

@@ -1,0 +1,66 @@
+// What a block of the backward owns.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/params.h"
+#include "cuda/plan/device_plan.h"
+
+namespace flash_dmattn::internal::cuda {
+
+// Which keys a block owns, and which rows may see them.
+struct KeyBlock {
+  int batch, key_head, first_head, end_head;  // query heads, absolute
+  int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
+  int plan_chunk;                             // planned: the first of them, in the plan
+  int tile;                                   // of kKeys: in the chunk's list, or of all keys
+  int color;                                  // of the sums it adds to
+  bool listed;                                // tile of a list
+  bool stores;                                // results, instead of adding to sums
+  bool exists;
+};
+
+// Whether one block has all rows of these keys, so that it stores results instead of adding to sums.
+__device__ inline bool stores_results(const BackwardParams& params, int batch, int key_head) {
+  return !params.uses_sums || (params.stored != nullptr && params.stored[batch * params.key_heads + key_head] != 0);
+}
+
+// Of every key head first tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
+template <int kKeys, bool kPlanned>
+__device__ inline KeyBlock key_block(const BackwardParams& params, unsigned number) {
+  const int key_tiles = params.takes_ranges ? (params.keys + kKeys - 1) / kKeys : 0;
+  const int list_tiles = kPlanned ? params.plan.capacity / kKeys : 0;
+  const auto tiles = static_cast<unsigned>(key_tiles + list_tiles * (params.chunk_limit - params.first_chunk));
+  const int index = static_cast<int>(number % tiles), part = static_cast<int>(number / tiles);
+  const int heads = params.group / params.splits;
+
+  KeyBlock block;
+  block.batch = part / (params.key_heads * params.splits);
+  block.key_head = part / params.splits % params.key_heads;
+  block.first_head = block.key_head * params.group + part % params.splits * heads;
+  block.end_head = block.first_head + heads;
+  block.listed = index >= key_tiles;
+  block.tile = index;
+  block.exists = true;
+  block.first_chunk = block.plan_chunk = 0;
+  block.end_chunk = params.plan.chunk_count;
+  // Heads of a group that have lists of their own add to sums of their own.
+  block.color = params.colors > 1 ? part % params.splits : 0;
+  block.stores = !block.listed && stores_results(params, block.batch, block.key_head);
+  if constexpr (kPlanned) {
+    block.plan_chunk = static_cast<int>(params.plan.first_chunk(block.batch, block.first_head));
+    if (block.listed) {
+      const int chunk = (index - key_tiles) / list_tiles;
+      if (params.colors > 1) block.color += chunk * params.splits;
+      block.first_chunk = params.first_chunk + chunk;
+      block.end_chunk = block.first_chunk + 1;
+      block.plan_chunk += block.first_chunk;
+      block.tile = (index - key_tiles) % list_tiles;
+      const ChunkKeys keys = params.plan.chunks[block.plan_chunk];
+      block.exists = keys.first < 0 && block.tile * kKeys < keys.count;
+    }
+  }
+  return block;
+}
+
+}  // namespace flash_dmattn::internal::cuda
