@@ -104,7 +104,7 @@ def test_benchmark_runs(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads((tmp_path / "out.json").read_text())["comparisons"]
     assert {"sdpa", "eager"} <= {line["other"] for line in lines}
-    assert {line["case"].split()[0] for line in lines} == {"training", "one", "decode", "generate", "compiled"}
+    assert {line["case"].split()[0] for line in lines} == {"training", "one", "decode", "generate", "layer"}
     compared = [line for line in lines if line["theirs"] is not None]
     assert all(line["ours"] > 0 and line["theirs"] > 0 for line in compared)
     compilations = [(line["what"], line["ours"]) for line in lines if line["theirs"] is None]

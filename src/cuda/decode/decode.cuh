@@ -10,6 +10,7 @@
 #include "cuda/decode/config.h"
 #include "cuda/decode/key_list.cuh"
 #include "cuda/portable/scores.cuh"
+#include "cuda/portable/softmax.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/ptx/block_product.cuh"
 
@@ -173,41 +174,7 @@ struct DecodeWarp {
       }
   }
 
-  // Turns scores into probabilities relative to the new row maxima and rescales what was summed before.
-  __device__ void softmax() {
-    const float multiplier = params.score.multiplier;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float highest = row_max[i];
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
-        highest = fmaxf(highest, fmaxf(scores[0][n][2 * i], scores[0][n][2 * i + 1]));
-      }
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      // A row that has seen nothing yet: every probability must come out as 0, not as NaN.
-      const float reference = highest == -INFINITY ? 0.0f : highest * multiplier;
-      const float rescale = exp2_fast(row_max[i] * multiplier - reference);
-      row_max[i] = highest;
-      float sum = 0;
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          float& score = scores[0][n][2 * i + pair];
-          score = exp2_fast(fmaf(score, multiplier, -reference));
-          sum += score;
-        }
-      row_sum[i] = row_sum[i] * rescale + sum;
-      if (__any_sync(~0u, rescale != 1)) {
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-          sums[0][n][2 * i] *= rescale;
-          sums[0][n][2 * i + 1] *= rescale;
-        }
-      }
-    }
-  }
+  __device__ void softmax() { update_softmax(params.score.multiplier, scores, row_max, row_sum, sums); }
 
   // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are
   // under way when a group is waited for.

@@ -9,6 +9,7 @@
 #include "cuda/portable/forward_config.h"
 #include "cuda/portable/hide.cuh"
 #include "cuda/portable/row_block.cuh"
+#include "cuda/portable/softmax.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
 #include "cuda/ptx/block_product.cuh"
@@ -173,41 +174,7 @@ struct ForwardBlock {
 
   __device__ const std::uint32_t* warp_words(const Facts& tile) const { return tile.words[warp_row() / kWordRows]; }
 
-  // Turns scores into probabilities relative to the new row maxima and rescales what was summed before.
-  __device__ void softmax() {
-    const float multiplier = params.score.multiplier;
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const int m = i / 2, half = 2 * (i % 2);
-      float highest = row_max[i];
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) highest = fmaxf(highest, fmaxf(scores[m][n][half], scores[m][n][half + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      // A row that has seen nothing yet: every probability must come out as 0, not as NaN.
-      const float reference = highest == -INFINITY ? 0.0f : highest * multiplier;
-      const float rescale = exp2_fast(row_max[i] * multiplier - reference);
-      row_max[i] = highest;
-      float sum = 0;
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          float& score = scores[m][n][half + pair];
-          score = exp2_fast(fmaf(score, multiplier, -reference));
-          sum += score;
-        }
-      row_sum[i] = row_sum[i] * rescale + sum;
-      // Seldom: after the first tiles a maximum hardly moves.
-      if (__any_sync(~0u, rescale != 1)) {
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-          sums[m][n][half] *= rescale;
-          sums[m][n][half + 1] *= rescale;
-        }
-      }
-    }
-  }
+  __device__ void softmax() { update_softmax(params.score.multiplier, scores, row_max, row_sum, sums); }
 
   __device__ void store() {
     const Place place;
