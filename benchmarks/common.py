@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -230,6 +231,28 @@ def _status_kib(name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1])
     raise OSError(f"/proc/self/status has no {name}")
+
+
+def run_case(
+    name: str, case: Iterable[Comparison], notes: list[str], console: Console
+) -> tuple[list[Comparison], bool]:
+    """The lines of a case, printed as they come, as far as it came, and whether it came to its end. What ended it early
+    is added to `notes`: one failing case must not cost the others, which took minutes."""
+    lines: list[Comparison] = []
+    start = time.perf_counter()
+    try:
+        for line in case:
+            lines.append(line)
+            theirs = "" if line.theirs is None else f"; {line.other} {line.theirs:.4g}, ratio {line.ratio:.2f}"
+            console.print(f"{line.case}, {line.what}: {line.ours:.4g} {line.unit}{theirs}", highlight=False)
+    except Exception as error:
+        notes.append(f"{name} ended early: {type(error).__name__}: {str(error).strip()[:400]}")
+        return lines, False
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing without a GPU
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
+    return lines, True
 
 
 def benchmark_parser(description: str, cases: Iterable[str], repeats: str) -> argparse.ArgumentParser:

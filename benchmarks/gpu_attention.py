@@ -12,16 +12,14 @@ aims are for an H200. docs/benchmarks.md says how it measures and how to read th
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import Comparison, Report, benchmark_parser, describe_machine
+from common import Comparison, Report, benchmark_parser, describe_machine, run_case
 from flash_dmattn import KeyIntervals, PreparedMask, attention, prepare_mask, select_keys
 from gpu_common import (
     CUDNN,
@@ -394,27 +392,6 @@ def describe_gpu() -> dict[str, object]:
     }
 
 
-def run_case(name: str, bench: Bench, console: Console) -> tuple[list[Comparison], bool]:
-    """The lines of a case, as far as it came, and whether it came to its end."""
-    lines: list[Comparison] = []
-    start = time.perf_counter()
-    case = ceilings if name == "ceilings" else CASES[name]
-    # One failing case must not cost the others, which took minutes.
-    try:
-        for line in case(bench):
-            lines.append(line)
-            theirs = "" if line.theirs is None else f"; {line.other} {line.theirs:.4g}, ratio {line.ratio:.2f}"
-            console.print(f"{line.case}, {line.what}: {line.ours:.4g} {line.unit}{theirs}", highlight=False)
-    except Exception as error:
-        bench.notes.append(f"{name} ended early: {type(error).__name__}: {str(error).strip()[:400]}")
-        return lines, False
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
-    return lines, True
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__.split("\n")[0], CASES, "samples of each library per line")
     parser.add_argument("--plot", type=Path, help="also draw the case windows into this PNG")
@@ -438,9 +415,9 @@ def main() -> int:
     report = Report(machine, title="On the GPU; ratio = other's time over ours (its quartiles)")
     bench = Bench(max(2, arguments.repeats), arguments.quick)
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
-    is_complete, drawn = True, []
+    is_complete, drawn, cases = True, [], {"ceilings": ceilings, **CASES}
     for name in ("ceilings", *arguments.only):
-        lines, came_to_end = run_case(name, bench, console)
+        lines, came_to_end = run_case(name, cases[name](bench), bench.notes, console)
         is_complete &= came_to_end
         report.comparisons.extend(lines)
         drawn = lines if name == "windows" else drawn

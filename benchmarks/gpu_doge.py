@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 import torch
 import transformers
-from common import Comparison, Report, benchmark_parser, describe_machine
+from common import Comparison, Report, benchmark_parser, describe_machine, run_case
 from flash_dmattn.integrations import doge
 from rich.console import Console
 from torch import Tensor
@@ -419,25 +419,6 @@ def check_equal(bench: Bench) -> None:
     assert difference < 0.02, f"logits differ by {difference:.2g}"
 
 
-def run_case(name: str, bench: Bench, console: Console) -> tuple[list[Comparison], bool]:
-    """The lines of a case, as far as it came, and whether it came to its end."""
-    lines: list[Comparison] = []
-    start = time.perf_counter()
-    # One failing case must not cost the others, which took minutes.
-    try:
-        for line in CASES[name](bench):
-            lines.append(line)
-            theirs = "" if line.theirs is None else f"; {line.other} {line.theirs:.4g}, ratio {line.ratio:.2f}"
-            console.print(f"{line.case}, {line.what}: {line.ours:.4g} {line.unit}{theirs}", highlight=False)
-    except Exception as error:
-        bench.notes.append(f"{name} ended early: {type(error).__name__}: {str(error).strip()[:400]}")
-        return lines, False
-    finally:
-        free()
-        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
-    return lines, True
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__.split("\n")[0], CASES, "samples of each attention per line")
     arguments = parser.parse_args()
@@ -464,7 +445,7 @@ def main() -> int:
     check_equal(bench)
     is_complete = True
     for name in arguments.only:
-        lines, came_to_end = run_case(name, bench, console)
+        lines, came_to_end = run_case(name, CASES[name](bench), bench.notes, console)
         is_complete &= came_to_end
         report.comparisons.extend(lines)
         if arguments.json:

@@ -227,16 +227,23 @@ AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, cons
   return inputs;
 }
 
+// Of the same arguments.
+CallDevice planned_device(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask,
+                          const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
+                          const std::optional<Tensor>& interval_end) {
+  const std::optional<Tensor> key_given(key);
+  return CallDevice("query", query,
+                    {{"key", &key_given},
+                     {"mask", &mask},
+                     {"seqlens_k", &seqlens_k},
+                     {"intervals.begin", &interval_begin},
+                     {"intervals.end", &interval_end}});
+}
+
 // uint8; no elements where there is nothing to plan.
 Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
                       std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal) {
-  const std::optional<Tensor> key_given(key);
-  const CallDevice device("query", query,
-                          {{"key", &key_given},
-                           {"mask", &mask},
-                           {"seqlens_k", &seqlens_k},
-                           {"intervals.begin", &interval_begin},
-                           {"intervals.end", &interval_end}});
+  const CallDevice device = planned_device(query, key, mask, seqlens_k, interval_begin, interval_end);
   const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
   const AttentionOptions options = {{}, 0.0, is_causal, false};
   const AttentionContext context = {.device = device.native()};
@@ -265,13 +272,7 @@ std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mas
 std::tuple<std::vector<std::int64_t>, std::string, std::string> plan_report(
     Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
     std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal, bool deterministic) {
-  const std::optional<Tensor> key_given(key);
-  const CallDevice device("query", query,
-                          {{"key", &key_given},
-                           {"mask", &mask},
-                           {"seqlens_k", &seqlens_k},
-                           {"intervals.begin", &interval_begin},
-                           {"intervals.end", &interval_end}});
+  const CallDevice device = planned_device(query, key, mask, seqlens_k, interval_begin, interval_end);
   const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
   const AttentionOptions options = {{}, 0.0, is_causal, deterministic};
   TorchExecutor executor;

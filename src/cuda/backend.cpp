@@ -115,7 +115,6 @@ struct BackwardScratch {
   std::size_t dquery_bytes = 0, key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0, colors = 1;
   bool wants_sums = false;
-  bool orders = false;  // it is worth a kernel to put blocks in order
   bool deterministic = false;
   BroadcastView dbias;         // of dbias_sums
   bool dbias_by_head = false;  // dbias_sums has an entry for every query head and key: launch_shared_bias_gradients
@@ -131,8 +130,7 @@ struct BackwardScratch {
       dquery_bytes = row_count * bucket * sizeof(float);
       dquery_sums = arena->take<float>(row_count * bucket);
     }
-    cut(problem, prepared, tiles);
-    order = take_order(prepared.planned && orders, arena);
+    cut(problem, prepared, tiles, arena);
     key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
     key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(colors);
     if (wants_sums && problem.dkey.defined()) dkey_sums = arena->take<float>(key_bytes / sizeof(float));
@@ -143,14 +141,15 @@ struct BackwardScratch {
     if (problem.dbias.defined()) take_bias(problem, arena);
   }
 
-  void cut(const BackwardProblem& problem, const PreparedVisibility& prepared, BackwardTiles tiles) {
+  void cut(const BackwardProblem& problem, const PreparedVisibility& prepared, BackwardTiles tiles, Arena* arena) {
     const std::int64_t group = problem.group();
     const std::int64_t key_blocks = (problem.keys + tiles.keys - 1) / tiles.keys * problem.batch * problem.key_heads;
     // Heads that see different keys have lists of their own; and a few tiles of keys alone leave most of a GPU idle,
     // the more so where they see different numbers of rows.
     const std::int64_t few_blocks = prepared.planned ? 256 : 128;
     // Ordering takes 10 to 20 us, as much as all the rest where a bool mask shows a few keys a row.
-    orders = prepared.visibility.begin.defined() || key_blocks >= few_blocks;
+    const bool orders = prepared.visibility.begin.defined() || key_blocks >= few_blocks;
+    order = take_order(prepared.planned && orders, arena);
     const bool own_lists = prepared.planned && prepared.plan.head_divisor < group;
     const bool few = key_blocks < few_blocks && !deterministic;
     splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
@@ -362,7 +361,7 @@ Status forward(const ForwardProblem& problem, void* workspace, void* stream_hand
   params.aligned = params.aligned && is_aligned(problem.out);
   if (decodes) {
     log_call("forward", problem, "few rows: keys split among blocks");
-    return status_of(launch_decode(params, problem.dtype, processor_count(), workspace, stream));
+    return status_of(launch_decode(params, problem.dtype, params.processors, workspace, stream));
   }
   log_call("forward", problem, plan_kind(prepared));
   params.order.blocks = take_order(prepared.planned, &arena);

@@ -108,7 +108,7 @@ cudaError_t row_facts_of(const BackwardProblem& problem, std::int64_t padded_row
 
 // Sums of dK and dV, and what they are rounded to. A block takes `slab` keys of one head.
 struct KeySums {
-  const float *dkey_sums, *dvalue_sums;  // (colors, B, Sk, Hkv, width); null: none
+  float *dkey_sums, *dvalue_sums;  // (colors, B, Sk, Hkv, width); null: none
   TokenView dkey, dvalue;
   std::uint8_t* stored;  // (B, Hkv), 1: nothing is summed; null: all heads are
   std::int64_t keys, color_stride;
@@ -144,11 +144,11 @@ __global__ void clear_key_sums_kernel(const __grid_constant__ DevicePlan plan, c
   if (slab.number == 0 && threadIdx.x == 0) sums.stored[slab.pair] = !lists;
   if (!lists) return;
   const int pieces = sums.width / 4;
-  const auto clear = [&](const float* target) {
+  const auto clear = [&](float* target) {
     if (target == nullptr) return;
     for (int color = 0; color < sums.colors; ++color) {
       for (int index = static_cast<int>(threadIdx.x); index < slab.keys * pieces; index += kThreads) {
-        float* row = const_cast<float*>(target) + color * sums.color_stride + sums.offset(slab, index / pieces);
+        float* row = target + color * sums.color_stride + sums.offset(slab, index / pieces);
         reinterpret_cast<float4*>(row)[index % pieces] = make_float4(0, 0, 0, 0);
       }
     }
@@ -295,7 +295,7 @@ cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded
 
 namespace {
 
-KeySums key_sums_of(const BackwardProblem& problem, int colors, const float* dkey_sums, const float* dvalue_sums,
+KeySums key_sums_of(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
                     std::uint8_t* stored) {
   const int width = bucket_of(static_cast<int>(problem.head_dim));
   // Blocks enough to fill a large GPU, and no more than that if there is nothing to do.
@@ -336,8 +336,8 @@ cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePl
                       [&](unsigned blocks) { clear_key_sums_kernel<<<blocks, kThreads, 0, stream>>>(plan, sums); });
 }
 
-cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, const float* dkey_sums,
-                                 const float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream) {
+cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
+                                 std::uint8_t* stored, cudaStream_t stream) {
   const KeySums sums = key_sums_of(problem, colors, dkey_sums, dvalue_sums, stored);
   if (dkey_sums == nullptr && dvalue_sums == nullptr) return cudaSuccess;
   auto* kernel =

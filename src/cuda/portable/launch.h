@@ -44,8 +44,8 @@ cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t s
                                    cudaStream_t stream);
 // dkey and dvalue from fp32 sums (colors, B, Sk, Hkv, bucket), except of heads that are `stored` (B, Hkv; null: none).
 // Null sums: not wanted.
-cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, const float* dkey_sums,
-                                 const float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream);
+cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
+                                 std::uint8_t* stored, cudaStream_t stream);
 // dbias from fp32 sums of its shape.
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
                                   cudaStream_t stream);
