@@ -271,6 +271,29 @@ def windows(bench: Bench) -> Iterator[Comparison]:
         yield from bench.compare(case, "backward", backward, {EFFICIENT: their_backward}, goals=goals)
 
 
+def prepass(bench: Bench) -> Iterator[Comparison]:
+    """What a call does first with a bool mask, bits and plan: the bytes of the mask and of its bits against the copy of
+    this run."""
+    problem = DynamicProblem(bench, *MIDDLE)
+    make_plan = torch.ops.flash_dmattn.attention_plan
+    mask = problem.select().dense_mask(problem.length)
+    layouts = {
+        "": mask,
+        ", rows not aligned": F.pad(mask, (1, 2))[..., 1:-2],
+        ", transposed": mask.mT.contiguous().mT,
+        ", transposed, not aligned": F.pad(mask.mT, (1, 2))[..., 1:-2].mT,
+    }
+    for layout, given in layouts.items():
+        yield from bench.compare(
+            f"bool mask {problem.name}{layout}",
+            "share of the copy",
+            lambda given=given: make_plan(problem.query, problem.key, given, None, None, None, False),
+            unit="%",
+            amount=100 * mask.nbytes * 9 / 8 / bench.copy_bandwidth,
+            least=75.0,
+        )
+
+
 def selection(bench: Bench) -> Iterator[Comparison]:
     """The selection alone, of float32 scores."""
     window = bench.length(2048)
@@ -348,6 +371,7 @@ CASES = {
     "dynamic": dynamic,
     "original": original,
     "windows": windows,
+    "prepass": prepass,
     "selection": selection,
     "decode": decode,
     "deterministic": deterministic,

@@ -51,8 +51,10 @@ using flash_dmattn::operators::Workspace;
 
 constexpr const char* kFloatRule = "must be float16, bfloat16, float32 or float64";
 
-KeyIntervals make_intervals(const std::optional<Tensor>& begin, const std::optional<Tensor>& end) {
-  return {view_of("intervals.begin", begin, "must be int32"), view_of("intervals.end", end, "must be int32")};
+KeyIntervals make_intervals(const std::optional<Tensor>& begin, const std::optional<Tensor>& end,
+                            std::int64_t window_size = 0) {
+  return {view_of("intervals.begin", begin, "must be int32"), view_of("intervals.end", end, "must be int32"),
+          window_size};
 }
 
 // A tensor that attention_plan made; one without elements is none.
@@ -70,14 +72,15 @@ AttentionPlan plan_of(const std::optional<Tensor>& plan) {
 AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
                             const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
                             const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
-                            const std::optional<Tensor>& interval_end, const std::optional<Tensor>& plan) {
+                            const std::optional<Tensor>& interval_end, std::int64_t interval_window,
+                            const std::optional<Tensor>& plan) {
   return {.query = view_of("query", query, kFloatRule),
           .key = view_of("key", key, "must have query's dtype"),
           .value = view_of("value", value, "must have query's dtype"),
           .mask = view_of("mask", mask, "must be bool"),
           .bias = view_of("bias", bias, "must have query's dtype or float32"),
           .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32"),
-          .intervals = make_intervals(interval_begin, interval_end),
+          .intervals = make_intervals(interval_begin, interval_end, interval_window),
           .plan = plan_of(plan)};
 }
 
@@ -85,7 +88,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
                                              std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
                                              std::optional<Tensor> plan, std::optional<double> scale, double softcap,
-                                             bool is_causal, bool deterministic) {
+                                             bool is_causal, bool deterministic, std::int64_t interval_window) {
   const std::optional<Tensor> key_given(key), value_given(value);
   const CallDevice device("query", query,
                           {{"key", &key_given},
@@ -100,7 +103,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
   key = with_unit_head_dim(key);
   value = with_unit_head_dim(value);
   const AttentionInputs inputs =
-      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, plan);
+      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
   const AttentionOptions options = {scale, softcap, is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
@@ -123,8 +126,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout, std::optional<Tensor> dlse, Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
     std::optional<Tensor> bias, std::optional<Tensor> seqlens_k, std::optional<Tensor> interval_begin,
     std::optional<Tensor> interval_end, std::optional<Tensor> plan, Tensor out, Tensor lse, std::optional<double> scale,
-    double softcap, bool is_causal, bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue,
-    bool needs_dbias) {
+    double softcap, bool is_causal, bool deterministic, std::int64_t interval_window, bool needs_dquery,
+    bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
   const std::optional<Tensor> key_given(key), value_given(value), out_given(out), lse_given(lse), dout_given(dout);
   const CallDevice device("query", query,
@@ -147,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
   if (lse.defined()) lse = torch::stable::contiguous(lse);
   const AttentionInputs inputs =
-      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, plan);
+      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
   const AttentionCotangents cotangents = {.out = view_of("out", out, "must have query's dtype"),
                                           .lse = view_of("lse", lse, "must be float32 (float64 with float64)"),
                                           .dout = view_of("dout", dout, "must have query's dtype"),
@@ -221,8 +224,9 @@ std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
 // For plans, which read the sizes of query and key only: any strides will do.
 AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask,
                                     const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
-                                    const std::optional<Tensor>& interval_end) {
-  AttentionInputs inputs = make_inputs(query, key, key, mask, {}, seqlens_k, interval_begin, interval_end, {});
+                                    const std::optional<Tensor>& interval_end, std::int64_t interval_window) {
+  AttentionInputs inputs =
+      make_inputs(query, key, key, mask, {}, seqlens_k, interval_begin, interval_end, interval_window, {});
   for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->strides[view->rank - 1] = 1;
   return inputs;
 }
@@ -242,9 +246,11 @@ CallDevice planned_device(const Tensor& query, const Tensor& key, const std::opt
 
 // uint8; no elements where there is nothing to plan.
 Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-                      std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal) {
+                      std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal,
+                      std::int64_t interval_window) {
   const CallDevice device = planned_device(query, key, mask, seqlens_k, interval_begin, interval_end);
-  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  const AttentionInputs inputs =
+      make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, interval_window);
   const AttentionOptions options = {{}, 0.0, is_causal, false};
   const AttentionContext context = {.device = device.native()};
 
@@ -261,8 +267,10 @@ Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std:
 
 // How many elements attention_plan gives on a GPU for arguments of these sizes and strides, wherever they are.
 std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end) {
-  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
+                             std::int64_t interval_window) {
+  const AttentionInputs inputs =
+      make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, interval_window);
   std::size_t bytes = 0;
   check(flash_dmattn::attention_plan_bytes(inputs, {}, {.device = flash_dmattn::Device::cuda(nullptr)}, &bytes));
   return static_cast<std::int64_t>(bytes);
@@ -271,9 +279,11 @@ std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mas
 // The counts in the order of the fields of PlanReport in python/flash_dmattn/planning.py.
 std::tuple<std::vector<std::int64_t>, std::string, std::string> plan_report(
     Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal, bool deterministic) {
+    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal, bool deterministic,
+    std::int64_t interval_window) {
   const CallDevice device = planned_device(query, key, mask, seqlens_k, interval_begin, interval_end);
-  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  const AttentionInputs inputs =
+      make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, interval_window);
   const AttentionOptions options = {{}, 0.0, is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
@@ -308,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key,
                                                        std::optional<Tensor> interval_begin,
                                                        std::optional<Tensor> interval_end, bool is_causal,
                                                        std::int64_t batch, std::int64_t head) {
-  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end);
+  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, 0);
   TorchExecutor executor;
   // The same chunks for any number of threads.
   const AttentionOptions options = {{}, 0.0, is_causal, true};
@@ -362,24 +372,23 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? seqlens_k, "
       "Tensor? interval_begin, Tensor? interval_end, Tensor? plan, float? scale, float softcap, bool is_causal, "
-      "bool deterministic) -> (Tensor out, Tensor lse)");
+      "bool deterministic, SymInt interval_window=0) -> (Tensor out, Tensor lse)");
   // Gradients that are not asked for come back with no elements.
   library.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor? bias, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, Tensor? plan, Tensor out, "
-      "Tensor lse, float? scale, float softcap, bool is_causal, bool deterministic, bool needs_dquery, bool "
-      "needs_dkey, "
-      "bool needs_dvalue, bool needs_dbias) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+      "Tensor lse, float? scale, float softcap, bool is_causal, bool deterministic, SymInt interval_window, "
+      "bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
   library.def(
       "attention_plan(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, bool is_causal) -> Tensor");
+      "Tensor? interval_end, bool is_causal, SymInt interval_window=0) -> Tensor");
   library.def(
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
       "Tensor? seqlens_k) -> (Tensor begin, Tensor end)");
   library.def("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
   library.def(
       "plan_report(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, bool is_causal, bool deterministic) -> (int[] counts, str backend, str rule)");
+      "Tensor? interval_end, bool is_causal, bool deterministic, int interval_window=0) -> (int[] counts, str backend, str rule)");
   library.def(
       "plan_chunks(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
       "Tensor? interval_end, bool is_causal, int batch, int head) "
@@ -389,7 +398,7 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def("cuda_kernels(int major, int minor) -> str");
   library.def(
       "cuda_plan_bytes(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end) -> int");
+      "Tensor? interval_end, SymInt interval_window=0) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {

@@ -98,7 +98,7 @@ struct Pointers {
 // when the stream is.
 void attend(const Pointers& at, const flash_dmattn::Device& device) {
   const flash_dmattn::KeyIntervals intervals = {per_key_view(at.begin, DType::kInt32),
-                                                per_key_view(at.end, DType::kInt32)};
+                                                per_key_view(at.end, DType::kInt32), kWindow};
   flash_dmattn::SelectionInputs selection;
   selection.scores = per_key_view(at.scores, DType::kFloat32);
   flash_dmattn::SelectionOptions selection_options;

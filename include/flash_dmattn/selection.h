@@ -17,6 +17,9 @@ namespace flash_dmattn {
 // int32, (B or 1, H or Hkv or 1, Sk), any strides.
 struct KeyIntervals {
   TensorView begin, end;
+  // Optional. No row sees more keys than this, and each row at most one that the row before it does not, as it is with
+  // the window_size of select_keys; 0: unknown. What CUDA plans is then smaller. Results are right whatever it says.
+  std::int64_t window_size = 0;
 
   bool defined() const { return begin.defined() || end.defined(); }
 };

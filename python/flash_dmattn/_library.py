@@ -90,10 +90,12 @@ def attention_forward(
     softcap: float,
     is_causal: bool,
     deterministic: bool,
+    interval_window: int,
 ) -> tuple[Tensor, Tensor]:
     """Calls the operator, by the shortest way that is safe.
 
     Args:
+        interval_window: KeyIntervals.window_size.
         plan: what `attention_plan` made for the same mask, lengths, intervals and is_causal. None: on a GPU it is made
             here if a backward may follow, which then uses it, too; a forward alone is as fast without.
 
@@ -107,21 +109,22 @@ def attention_forward(
     _check_devices(_TENSORS, (*tensors, plan))
     if forward_ad._current_level >= 0:
         _refuse_tangents(query=query, key=key, value=value, bias=bias)
-    options = (scale, softcap, is_causal, deterministic)
+    options = (scale, softcap, is_causal, deterministic, interval_window)
     differentiable = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
     )
+    planned = (query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window)
     wants_plan = plan is None and differentiable and query.is_cuda and (mask is not None or interval_begin is not None)
     if torch.compiler.is_compiling():
         if wants_plan:
-            plan = attention_plan(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal)
+            plan = attention_plan(*planned)
         return _forward_op(*tensors, plan, *options)
     if _functorch_is_active():
         return _Attention.apply(*tensors, plan, *options)
     if differentiable:
         if wants_plan:
             with torch._C._AutoDispatchBelowAutograd():
-                plan = attention_plan(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal)
+                plan = attention_plan(*planned)
         return _forward_op(*tensors, plan, *options)
     # Nothing to differentiate: without the autograd layer, which is written in Python and costs more than a small call.
     # That layer, made by torch.library.register_autograd, does the same in this case.
@@ -137,10 +140,11 @@ def attention_plan(
     interval_begin: Tensor | None,
     interval_end: Tensor | None,
     is_causal: bool,
+    interval_window: int,
 ) -> Tensor:
     """Calls the operator; of query and key only the shapes count. uint8 (bytes,), empty where there is nothing to plan,
     as on the CPU. Source: make_attention_plan in include/flash_dmattn/attention.h."""
-    return _plan_op(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal)
+    return _plan_op(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window)
 
 
 def select_keys(
@@ -169,7 +173,8 @@ def mask_intervals(mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool]
 
 
 def plan_report(query: Tensor, key: Tensor, *others: Tensor | bool | None) -> tuple[list[int], str, str]:
-    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal and deterministic."""
+    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal, deterministic and
+    KeyIntervals.window_size."""
     _check_planned(query, key, *others[:4])
     return torch.ops.flash_dmattn.plan_report(query, key, *others)
 
@@ -257,14 +262,15 @@ def _backward_shapes(
 
 
 @torch.library.register_fake(_PLAN, lib=_registrations)
-def _plan_shape(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal):
+def _plan_shape(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window=0):
     _check_given(query=query, key=key)
     for name, tensor in (("query", query), ("key", key)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
     if mask is not None and not 2 <= mask.dim() <= 4:
         raise ValueError(f"mask must have 2, 3 or 4 dimensions; got mask {tuple(mask.shape)}")
-    size = plan_bytes(query, key, mask, seqlens_k, interval_begin, interval_end) if query.is_cuda else 0
+    planned = (query, key, mask, seqlens_k, interval_begin, interval_end, interval_window)
+    size = plan_bytes(*planned) if query.is_cuda else 0
     return query.new_empty((size,), dtype=torch.uint8)
 
 
@@ -275,6 +281,7 @@ def plan_bytes(
     seqlens_k: Tensor | None,
     interval_begin: Tensor | None,
     interval_end: Tensor | None,
+    interval_window: int = 0,
 ) -> int:
     """How many elements `attention_plan` gives on a GPU: what PreparedVisibility::place in
     src/cuda/prepared_visibility.cpp takes. In terms that symbolic sizes allow without guards."""
@@ -290,9 +297,10 @@ def plan_bytes(
         plan_batches = batch
     row_chunks = _divide_up(rows, 1024)
     plan_chunks = plan_batches * plan_heads * row_chunks
-    capacity = 128 * torch.sym_min(
-        _divide_up(torch.sym_min(torch.sym_max(keys // 4, 4096), keys), 128), (2**31 - 1) // 128
-    )
+    longest = torch.sym_max(keys // 4, 4096)
+    if interval_begin is not None and interval_window != 0:
+        longest = interval_window + 1024
+    capacity = 128 * torch.sym_min(_divide_up(torch.sym_min(longest, keys), 128), (2**31 - 1) // 128)
     tiles = 2 * _divide_up(keys, 128)
     # Bytes of chunks, keys, units of tiles, full units and tiles of units.
     tile_bytes = 2 * plan_chunks * tiles
@@ -328,7 +336,7 @@ def _interval_shapes(scores, window_size, seqlen_q, causal, key_mask, seqlens_k)
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic = inputs
+    *tensors, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)  # without a gradient for lse the backward has less to do
 
@@ -338,16 +346,15 @@ def _attention_backward(ctx, dout, dlse):
     needs = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
     if dout is None:
         if dlse is None:
-            return (None,) * 13
+            return (None,) * 14
         dout = torch.zeros_like(out)
     backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
-    gradients = backward(
-        dout, dlse, *inputs, out, lse, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, *needs
-    )
+    options = (ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window)
+    gradients = backward(dout, dlse, *inputs, out, lse, *options, *needs)
     dquery, dkey, dvalue, dbias = (
         gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
     )
-    return dquery, dkey, dvalue, None, dbias, *(None,) * 8
+    return dquery, dkey, dvalue, None, dbias, *(None,) * 9
 
 
 def _refuse_second_derivative(ctx, *gradients):

@@ -63,8 +63,9 @@ def attention(
     check_bool("return_lse", return_lse)
     options = _check_options(scale, softcap, is_causal, deterministic)
     plan = plan_of(mask, is_causal, seqlens_k)
-    mask, begin, end = split_mask(mask, query.shape, key.shape, is_causal)
-    out, lse = _library.attention_forward(query, key, value, mask, bias, seqlens_k, begin, end, plan, *options)
+    mask, begin, end, window = split_mask(mask, query.shape, key.shape, is_causal)
+    tensors = (query, key, value, mask, bias, seqlens_k, begin, end, plan)
+    out, lse = _library.attention_forward(*tensors, *options, window)
     return (out, lse) if return_lse else out
 
 
@@ -133,7 +134,8 @@ def dynamic_mask_attention(
 
     scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k)
     begin, end = _library.select_keys(scores, window_size, query.shape[1], selection == "causal", key_mask, seqlens_k)
-    out, lse = _library.attention_forward(query, key, value, None, key_bias, seqlens_k, begin, end, None, *options)
+    tensors = (query, key, value, None, key_bias, seqlens_k, begin, end, None)
+    out, lse = _library.attention_forward(*tensors, *options, window_size)
     return (out, lse) if return_lse else out
 
 

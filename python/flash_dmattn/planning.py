@@ -108,8 +108,9 @@ def plan_report(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         check_bool("deterministic", deterministic)
-    mask, begin, end = split_mask(mask, query.shape, key.shape, is_causal)
-    counts, backend, rule = _library.plan_report(query, key, mask, seqlens_k, begin, end, is_causal, deterministic)
+    mask, begin, end, window = split_mask(mask, query.shape, key.shape, is_causal)
+    arguments = (mask, seqlens_k, begin, end, is_causal, deterministic, window)
+    counts, backend, rule = _library.plan_report(query, key, *arguments)
     return PlanReport(*counts, backend, rule)
 
 
@@ -145,7 +146,7 @@ def plan_chunks(
     """The CPU's plan of one query head, written out: Sq x listed keys elements. As `attention` with deterministic=True
     plans it, whatever the number of threads; other arguments as in `plan_report`."""
     query, key = _stand_ins(query, key, mask, seqlens_k, torch.float32, "cpu")
-    mask, begin, end = split_mask(mask, query.shape, key.shape, is_causal)
+    mask, begin, end, _ = split_mask(mask, query.shape, key.shape, is_causal)
     arguments = (query, key, mask, seqlens_k, begin, end, is_causal, as_int("batch", batch), as_int("head", head))
     table, keys, visible, tiles = _library.plan_chunks(*arguments)
     chunks = []

@@ -176,8 +176,8 @@ def split_mask(
     query_shape: Sequence[int],
     key_shape: Sequence[int],
     is_causal: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The three arguments of the operators that stand for a mask: bool mask, interval begins and ends.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """The arguments of the operators that stand for a mask: bool mask, interval begins and ends, window size.
 
     Raises:
         ValueError: a prepared mask was made for other shapes.
@@ -186,8 +186,8 @@ def split_mask(
         _check_fit(mask, query_shape, key_shape, is_causal)
         mask = mask.mask if mask.intervals is None else mask.intervals
     if isinstance(mask, KeyIntervals):
-        return None, mask.begin, mask.end
-    return mask, None, None
+        return None, mask.begin, mask.end, mask.window_size
+    return mask, None, None, 0
 
 
 def plan_of(
@@ -206,7 +206,7 @@ def dense_mask(
     is_causal: bool,
 ) -> Tensor | None:
     """The mask as a bool tensor, for what knows nothing else."""
-    mask, begin, end = split_mask(mask, query_shape, key_shape, is_causal)
+    mask, begin, end, _ = split_mask(mask, query_shape, key_shape, is_causal)
     return mask if begin is None else KeyIntervals(begin, end).dense_mask(query_shape[1])
 
 
@@ -239,8 +239,8 @@ def _make(
     batch, heads = prepared.shape
     one = torch.empty((), dtype=torch.bfloat16, device=prepared.device)
     query, key = (one.expand(batch, length, heads, 8) for length in (seqlen_q, seqlen_k))
-    bounds = (None, None) if intervals is None else (intervals.begin, intervals.end)
-    plan = _library.attention_plan(query, key, mask, None, *bounds, is_causal)
+    bounds, window = ((None, None), 0) if intervals is None else ((intervals.begin, intervals.end), intervals.window_size)
+    plan = _library.attention_plan(query, key, mask, None, *bounds, is_causal, window)
     return replace(prepared, plan=plan)
 
 

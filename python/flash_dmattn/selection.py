@@ -22,15 +22,21 @@ class KeyIntervals:
 
     Args:
         begin, end: int32 (B or 1, H or Hkv or 1, Sk), both of one shape, any strides.
+        window_size: no row sees more keys than this, and each row at most one that the row before it does not, as it is
+            in what `select_keys` and `sliding_window` return; 0: unknown. GPUs then plan in less memory, and calls with
+            very many keys are faster. Results are right whatever it says. As a pytree it is forgotten.
 
     Raises:
-        TypeError: not tensors. ValueError: their dtypes, shapes or devices.
+        TypeError: not tensors. ValueError: their dtypes, shapes or devices; a negative window_size.
     """
 
     begin: Tensor
     end: Tensor
+    window_size: int = 0
 
     def __post_init__(self) -> None:
+        if as_int("window_size", self.window_size) < 0:
+            raise ValueError(f"window_size must be at least 0; got window_size {self.window_size}")
         for name, bound in (("begin", self.begin), ("end", self.end)):
             check_tensor(name, bound)
             if bound.dtype != torch.int32:
@@ -56,7 +62,7 @@ class KeyIntervals:
         return self.begin.device
 
     def to(self, device: torch.device | str) -> KeyIntervals:
-        return KeyIntervals(self.begin.to(device), self.end.to(device))
+        return KeyIntervals(self.begin.to(device), self.end.to(device), self.window_size)
 
     def dense_mask(self, seqlen_q: int) -> Tensor:
         """The same as a mask, to look at: bool (B or 1, heads, Sq, Sk), True = visible. Holds Sq * Sk elements."""
@@ -91,7 +97,8 @@ class KeyIntervals:
             begin, end = torch.broadcast_tensors(
                 torch.maximum(self.begin, other.begin), torch.minimum(self.end, other.end)
             )
-            return KeyIntervals(begin, torch.maximum(begin, end))
+            known = [size for size in (self.window_size, other.window_size) if size != 0]
+            return KeyIntervals(begin, torch.maximum(begin, end), min(known, default=0))
         if not isinstance(other, Tensor):
             raise TypeError(f"other must be KeyIntervals or a torch.Tensor; got other of type {type(other).__name__}")
         if other.dtype != torch.bool or not 2 <= other.dim() <= 4:
@@ -104,7 +111,7 @@ class KeyIntervals:
         if mask.shape[2] != 1:
             return _intervals_of(self.dense_mask(mask.shape[2]) & mask)
         shown = mask[:, :, 0]
-        return KeyIntervals(torch.where(shown, self.begin, 0), torch.where(shown, self.end, 0))
+        return KeyIntervals(torch.where(shown, self.begin, 0), torch.where(shown, self.end, 0), self.window_size)
 
     def _check_broadcast(self, shape: Sequence[int], name: str) -> None:
         for own, others in zip(self.shape[:2], shape[:2], strict=True):
@@ -157,7 +164,8 @@ class KeyIntervals:
         begin = torch.zeros_like(row) if right is None else (row - right).clamp(0, seqlen_q)
         end = torch.full_like(row, seqlen_q) if left is None else (row + (left + 1)).clamp(0, seqlen_q)
         end = torch.where(key < existing, torch.maximum(begin, end), begin)
-        return cls(begin.int(), end.int())
+        window_size = 0 if left is None or right is None else left + right + 1
+        return cls(begin.int(), end.int(), window_size)
 
     @classmethod
     def prefix(
@@ -270,7 +278,8 @@ def select_keys(
         seqlen_q = as_int("seqlen_q", seqlen_q)
     else:
         seqlen_q = scores.shape[-1] if scores.dim() > 0 else 0  # a rank that is wrong is refused by the library
-    return KeyIntervals(*_library.select_keys(scores, window_size, seqlen_q, causal, key_mask, seqlens_k))
+    bounds = _library.select_keys(scores, window_size, seqlen_q, causal, key_mask, seqlens_k)
+    return KeyIntervals(*bounds, window_size)
 
 
 def _length(name: str, value: int) -> int:
@@ -321,6 +330,7 @@ def _intervals_of(mask: Tensor) -> KeyIntervals:
     return KeyIntervals(torch.where(seen, begin, 0).int(), torch.where(seen, end, 0).int())
 
 
+# Without window_size: a program that was exported for one takes others, too.
 def _flatten(intervals: KeyIntervals) -> tuple[list[Tensor], None]:
     return [intervals.begin, intervals.end], None
 
@@ -332,8 +342,8 @@ def _flatten_with_keys(intervals: KeyIntervals) -> tuple[list[tuple[pytree.KeyEn
 def _unflatten(bounds: Sequence[object], _context: None) -> KeyIntervals:
     # Unchecked: a tree's leaves need not be tensors (vmap's dimensions, shardings, shapes).
     intervals = object.__new__(KeyIntervals)
-    for name, bound in zip(("begin", "end"), bounds, strict=True):
-        object.__setattr__(intervals, name, bound)
+    for name, value in zip(("begin", "end", "window_size"), (*bounds, 0), strict=True):
+        object.__setattr__(intervals, name, value)
     return intervals
 
 

@@ -146,6 +146,10 @@ Status read_interval_bound(const char* name, const TensorView& bound, AttentionP
 
 Status read_intervals(const KeyIntervals& intervals, AttentionProblem* problem) {
   if (!intervals.defined()) return {};
+  if (intervals.window_size < 0) {
+    return Status::invalid("intervals.window_size", "must be at least 0", std::to_string(intervals.window_size));
+  }
+  problem->interval_window = intervals.window_size;
   Status status = read_interval_bound("intervals.begin", intervals.begin, problem, &problem->interval_begin);
   if (!status.ok()) return status;
   return read_interval_bound("intervals.end", intervals.end, problem, &problem->interval_end);

@@ -1,5 +1,6 @@
 #include "cuda/prepared_visibility.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -14,6 +15,11 @@ namespace {
 // A mask with an entry of its own for every row is packed; others are read as they are, once a key.
 bool needs_packing(const AttentionProblem& problem) {
   return problem.mask.defined() && without_copies(problem.mask).rows > 1;
+}
+
+// How many keys the rows of a chunk see at most; 0: unknown.
+std::int64_t list_limit(const AttentionProblem& problem) {
+  return problem.interval_window == 0 ? 0 : std::min(problem.interval_window, problem.keys) + kChunkRows;
 }
 
 }  // namespace
@@ -81,7 +87,7 @@ void PreparedVisibility::place(const AttentionProblem& problem, Arena* arena) {
     static const std::uint32_t kNoWords = 0;
     if (packed_memory_ == nullptr) visibility.packed.words = &kNoWords;
   }
-  shape_ = plan_shape(visibility, problem.batch, problem.heads, 0);
+  shape_ = plan_shape(visibility, problem.batch, problem.heads, list_limit(problem));
   plan_memory_ = arena->take<std::byte>(plan_bytes(shape_, problem.batch) - staging_size(problem));
   plan = plan_at(shape_, problem.batch, plan_memory_);
 }

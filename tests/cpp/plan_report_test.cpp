@@ -159,6 +159,14 @@ TEST(AttentionPlans, HaveASizeWithoutAGpu) {
   inputs.seqlens_k = contiguous_view(inputs.kMemory, DType::kInt32, 3);
   EXPECT_EQ(cuda_plan_bytes(inputs), cuda_plan_bytes(smallest) + 2 * lists) << "but not with lengths of their own";
 
+  PlannedInputs windowed;
+  windowed.intervals.begin = windowed.intervals.end = contiguous_view(inputs.kMemory, DType::kInt32, 1, 1, 1700);
+  const std::size_t whole = cuda_plan_bytes(windowed);
+  windowed.intervals.window_size = 100;  // 1124 keys at most in each of two chunks, in tiles of 128
+  EXPECT_EQ(cuda_plan_bytes(windowed), whole - 2 * 4 * (1792 - 1152));
+  windowed.intervals.window_size = 1700;
+  EXPECT_EQ(cuda_plan_bytes(windowed), whole);
+
   PlannedInputs none(3, 8, 2, 1500, 0);
   none.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 0);
   EXPECT_EQ(cuda_plan_bytes(none), 0u);

@@ -208,7 +208,7 @@ TEST(PackMask, WordsAndUnitsAreThoseOfTheMask) {
   const std::pair<int, int> sizes[] = {{1, 1},     {5, 3},      {64, 128},   {130, 513},  {1024, 512},
                                        {1025, 31}, {1500, 640}, {2049, 127}, {900, 1040}, {1100, 130}};
   for (const auto& [rows, keys] : sizes) {
-    for (const Layout layout : {Layout::kContiguous, Layout::kPaddedRows, Layout::kAnyOrder}) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPaddedRows, Layout::kTransposed, Layout::kAnyOrder}) {
       for (const int percent : {1, 60}) {
         const int batch_form = uniform(rng, 0, 2), heads_form = random_heads_form(rng);
         expect_packed_mask(rng, {2, 4, 2, rows, keys}, {batch_form, heads_form, 1, 1}, layout, percent);

@@ -66,7 +66,7 @@ std::vector<T> to_host(const T* device, std::int64_t count) {
   return host;
 }
 
-enum class Layout { kContiguous, kPaddedRows, kAnyOrder };
+enum class Layout { kContiguous, kPaddedRows, kTransposed, kAnyOrder };
 
 // A (batch, head, row, key) tensor on both sides.
 template <typename T>
@@ -99,6 +99,7 @@ Tensor<T> make_tensor(Rng& rng, const Sizes& sizes, std::array<int, 4> form, Lay
                                             sizes.keys};
   std::array<std::int64_t, 4> shape, strides = {};
   std::array<int, 4> order = {3, 2, 1, 0};  // from the densest dimension
+  if (layout == Layout::kTransposed) std::swap(order[0], order[1]);
   if (layout == Layout::kAnyOrder) std::shuffle(order.begin(), order.end(), rng);
   Tensor<T> tensor;
   std::int64_t stride = layout == Layout::kAnyOrder ? uniform(rng, 1, 2) : 1;
@@ -107,10 +108,10 @@ Tensor<T> make_tensor(Rng& rng, const Sizes& sizes, std::array<int, 4> form, Lay
     if (form[dim] == 0 || form[dim] == 2) continue;
     strides[dim] = stride;
     stride *= shape[dim];
-    if (layout == Layout::kAnyOrder) stride += uniform(rng, 0, 3);
+    if (layout == Layout::kAnyOrder || (layout == Layout::kTransposed && dim == 2)) stride += uniform(rng, 0, 3);
     if (layout == Layout::kPaddedRows && dim == 3) stride = (stride + 15) / 16 * 16 + (uniform(rng, 0, 1) ? 4 : 0);
   }
-  tensor.first = layout == Layout::kAnyOrder ? uniform(rng, 0, 5) : layout == Layout::kPaddedRows ? 4 : 0;
+  tensor.first = layout == Layout::kContiguous ? 0 : layout == Layout::kPaddedRows ? 4 : uniform(rng, 0, 5);
   std::int64_t last = tensor.first;
   bool empty = false;
   for (int dim = 0; dim < 4; ++dim) {
@@ -232,7 +233,7 @@ inline void make_intervals(Rng& rng, Problem& problem, Intervals kind, std::arra
 }
 
 inline int random_heads_form(Rng& rng) { return uniform(rng, 0, 3); }
-inline Layout random_layout(Rng& rng) { return static_cast<Layout>(uniform(rng, 0, 2)); }
+inline Layout random_layout(Rng& rng) { return static_cast<Layout>(uniform(rng, 0, 3)); }
 
 // Any combination of what hides keys, of sizes up to `rows` and `keys`.
 inline Problem random_problem(Rng& rng, int rows, int keys) {

@@ -55,9 +55,9 @@ HIDDEN: dict[str, Callable[[], tuple]] = {
 
 
 def both_directions(case: Case, hidden: tuple, plan: Tensor | None) -> dict[str, Tensor]:
-    mask, seqlens_k, begin, end, is_causal = hidden
+    mask, seqlens_k, begin, end, is_causal, interval_window = (*hidden, 0)[:6]
     tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, plan)
-    options = (None, 0.0, is_causal, True)
+    options = (None, 0.0, is_causal, True, interval_window)
     out, lse = FORWARD(*tensors, *options)
     gradients = BACKWARD(case.dout, None, *tensors, out, lse, *options, True, True, True, True)
     return dict(zip(("out", "lse", "dquery", "dkey", "dvalue", "dbias"), (out, lse, *gradients), strict=True))
@@ -90,6 +90,27 @@ def test_long_lists(window: int) -> None:
     assert_same_bits(both_directions(case, hidden, None), both_directions(case, hidden, plan))
 
 
+@pytest.mark.parametrize("said", [50, 2000, 5000])
+def test_a_window_makes_plans_smaller(said: int) -> None:
+    """Of what keeps 2000 keys; where less is said, lists become ranges."""
+    rows, keys = 1500, 30000
+    case = make_case(1, 2, 1, rows, keys, 64, bias=(1, 1, keys))
+    intervals = select_keys(torch.randn(1, 1, keys), 2000, seqlen_q=rows)
+    hidden = (None, None, intervals.begin, intervals.end, True)
+    plan, smaller = plan_of(case, hidden), plan_of(case, (*hidden, said))
+    assert smaller.numel() == _library.plan_bytes(case.query, case.key, *hidden[:4], said)
+    lists = [2 * 4 * capacity for capacity in (7552, -(-(said + 1024) // 128) * 128)]
+    assert plan.numel() - smaller.numel() == lists[0] - lists[1]
+    expected = both_directions(case, hidden, None)
+    for given in (smaller, None):
+        got = both_directions(case, (*hidden, said), given)
+        if said == 50:  # in another order of keys
+            for name, tensor in got.items():
+                torch.testing.assert_close(tensor, expected[name], atol=0.02, rtol=0.02)
+        else:
+            assert_same_bits(expected, got)
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_few_rows(rows: int) -> None:
     """The forward lists keys by itself and reads no plan; the backward does."""
@@ -110,7 +131,7 @@ def test_nothing_is_planned_again(name: str) -> None:
     case = make_case(2, 4, 2, ROWS, KEYS, 64, bias=(1, 2, KEYS))
     mask, seqlens_k, begin, end, is_causal = hidden = HIDDEN[name]()
     plan = plan_of(case, hidden)
-    options = (None, 0.0, is_causal, False)
+    options = (None, 0.0, is_causal, False, 0)
 
     def peaks(given: Tensor | None) -> list[int]:
         tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, given)
@@ -360,8 +381,8 @@ def any_view(shape: list[int], rank: int, dtype: torch.dtype, draw: random.Rando
     return torch.empty(1 + sum(sizes), dtype=dtype).as_strided(sizes, strides)
 
 
-def any_planned_call(draw: random.Random) -> tuple[Tensor | None, ...]:
-    """query, key, mask, seqlens_k and interval bounds, of sizes on both sides of all that the layout depends on."""
+def any_planned_call(draw: random.Random) -> tuple[Tensor | int | None, ...]:
+    """query, key, mask, seqlens_k, interval bounds and window, of sizes on both sides of all that the layout depends on."""
     key_heads, rows = draw.choice((1, 2, 4)), draw.choice((0, 1, 5, 64, 1023, 1024, 1025, 3000))
     batch, heads = draw.choice((0, 1, 2, 3)), key_heads * draw.choice((1, 2, 4))
     keys = draw.choice((0, 1, 7, 128, 129, 4095, 4097, 17000, 21000, 40000))
@@ -376,7 +397,7 @@ def any_planned_call(draw: random.Random) -> tuple[Tensor | None, ...]:
     if draw.choice((True, False)) or {begin.shape[2], end.shape[2]} != {keys}:  # a bound has every key
         begin = end = None
     seqlens_k = draw.choice((None, torch.zeros(batch).int(), torch.zeros(1).int().expand(batch)))
-    return query, key, mask, seqlens_k, begin, end
+    return query, key, mask, seqlens_k, begin, end, draw.choice((0, 1, 1000, 4000, 100000))
 
 
 @needs_kernels
@@ -386,7 +407,7 @@ def test_sizes_are_those_that_the_library_takes() -> None:
     for _ in range(5000):
         call = any_planned_call(draw)
         size = torch.ops.flash_dmattn.cuda_plan_bytes(*call)
-        assert size == _library.plan_bytes(*call), [None if t is None else (t.shape, t.stride()) for t in call]
+        assert size == _library.plan_bytes(*call), [(t.shape, t.stride()) if isinstance(t, Tensor) else t for t in call]
         planned += size > 0
     assert planned > 1000
 

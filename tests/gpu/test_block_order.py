@@ -30,7 +30,21 @@ def test_every_block_runs_once(mask_heads: int, keys: int) -> None:
         mask = torch.cat([mask, torch.zeros(*mask.shape[:3], keys - 256, dtype=torch.bool)], dim=3)
         mask = mask[..., torch.randperm(keys)]
     case = Case(**{**vars(case), "mask": mask})
-    assert_case_close(case, run_library(case))
+    got = run_library(case)
+    for first in range(0, 32, 2):  # a few at a time, as the reference holds many arrays of scores
+        heads = slice(first, first + 2)
+        assert_case_close(_part(case, heads), {name: _heads_of(name, tensor, heads) for name, tensor in got.items()})
+
+
+def _part(case: Case, heads: slice) -> Case:
+    """Of as many query as key heads."""
+    tokens = {name: getattr(case, name)[:, :, heads] for name in ("query", "key", "value", "dout")}
+    mask = case.mask[:, heads] if case.mask.shape[1] > 1 else case.mask
+    return Case(**tokens, mask=mask, bias=case.bias[:, heads])
+
+
+def _heads_of(name: str, result: Tensor, heads: slice) -> Tensor:
+    return result[:, heads] if name in ("lse", "dbias") else result[:, :, heads]
 
 
 def test_order_does_not_change_the_result() -> None:

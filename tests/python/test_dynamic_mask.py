@@ -271,6 +271,8 @@ def test_operator_wants_both_bounds() -> None:
             FORWARD(query, query, query, None, None, None, *bounds, None, None, 0.0, False, False)
     with pytest.raises(ValueError, match=r"intervals\.end must be int32; got intervals\.end int64"):
         FORWARD(query, query, query, None, None, None, begin, begin.long(), None, None, 0.0, False, False)
+    with pytest.raises(ValueError, match=r"intervals\.window_size must be at least 0; got -1"):
+        FORWARD(query, query, query, None, None, None, begin, begin, None, None, 0.0, False, False, -1)
 
 
 # ---- With the rest of PyTorch
@@ -282,7 +284,7 @@ def test_opcheck_with_intervals(with_mask: bool) -> None:
     intervals = select_keys(case.bias, 3, seqlen_q=5)
     mask = torch.rand(2, 1, 5, 7) < 0.7 if with_mask else None
     tensors = (case.query, case.key, case.value, mask, case.bias, None, intervals.begin, intervals.end, None)
-    options = (None, 0.0, True, False)
+    options = (None, 0.0, True, False, 3)
     leaves = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     tolerance = {} if case.query.dtype == torch.float64 else {"atol": 3e-2, "rtol": 3e-2}
     opcheck(FORWARD, (*leaves, *options), **tolerance)

@@ -219,7 +219,7 @@ def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, m
     query, key, value = inputs().values()
     options = (None, 0.0, False, False)
     out, lse = FORWARD(query, key, value, *(None,) * 6, *options)
-    arguments = [torch.zeros_like(out), None, query, key, value, *(None,) * 6, out, lse, *options]
+    arguments = [torch.zeros_like(out), None, query, key, value, *(None,) * 6, out, lse, *options, 0]
     arguments[position] = tensor
     with pytest.raises(ValueError, match=re.escape(message)):
         BACKWARD(*arguments, True, True, True, False)
@@ -321,6 +321,7 @@ SOUND_BACKWARD = (
     | {
         "interval_begin": st.none(),
         "interval_end": st.none(),
+        "interval_window": st.integers(-1, 8),
         "plan": st.one_of(st.none(), right((64,), torch.uint8)),  # the CPU has no use for one
         "dout": right((2, 3, 4, 8)),
         "dlse": st.one_of(st.none(), right((2, 4, 3))),

@@ -309,6 +309,7 @@ def test_intersection_of_intervals() -> None:
             assert both.shape == select.shape
             assert torch.equal(both.dense_mask(12), select.dense_mask(12) & other.dense_mask(12))
             assert both.kept_scores() == int(both.dense_mask(12).sum())
+            assert both.window_size == 5  # of the only one that is known, or the least
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 20), (1, 1, 20), (2, 1, 1, 20), (1, 20)], ids=str)
@@ -317,6 +318,7 @@ def test_intersection_with_a_mask_of_keys(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) < 0.5
     dense = mask[..., None, :] if mask.dim() == 3 else mask
     assert torch.equal(select.intersection(mask).dense_mask(12), select.dense_mask(12) & dense)
+    assert select.intersection(mask).window_size == 5
     assert KeyIntervals.causal(12, 20).intersection(mask).shape[-1] == 20
 
 
@@ -404,6 +406,7 @@ def test_is_frozen_printable_and_moves() -> None:
         intervals.begin = BOUND
     assert "begin=tensor([[[0, 1, 2]]]" in repr(intervals) and "end=tensor([[[2, 3, 3]]]" in repr(intervals)
     assert intervals.device == torch.device("cpu") and intervals.to("meta").device.type == "meta"
+    assert intervals.window_size == intervals.to("meta").window_size == 2
     assert KeyIntervals.causal(3, device="meta").device.type == "meta"
     for same in (copy.deepcopy(intervals), pickle.loads(pickle.dumps(intervals))):
         assert torch.equal(same.begin, intervals.begin) and torch.equal(same.end, intervals.end)
@@ -414,7 +417,7 @@ def test_is_a_pytree() -> None:
     leaves, spec = pytree.tree_flatten({"mask": intervals})
     assert leaves[0] is intervals.begin and leaves[1] is intervals.end
     again = pytree.tree_unflatten(leaves, spec)["mask"]
-    assert isinstance(again, KeyIntervals) and again.end is intervals.end
+    assert isinstance(again, KeyIntervals) and again.end is intervals.end and again.window_size == 0
     assert pytree.tree_map(lambda bound: bound.shape, intervals).begin == (2, 3, 20)  # leaves may be anything
 
 

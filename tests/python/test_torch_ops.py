@@ -57,7 +57,7 @@ def forward_arguments(case: Case) -> tuple[object, ...]:
 def backward_arguments(case: Case, *needs: bool) -> tuple[object, ...]:
     *tensors, scale, softcap, is_causal, deterministic = forward_arguments(case)
     out, lse = FORWARD(*forward_arguments(case))
-    settings = (scale, softcap, is_causal, deterministic)
+    settings = (scale, softcap, is_causal, deterministic, 0)
     return (case.dout, case.dlse, *tensors, out.detach(), lse.detach(), *settings, *needs)
 
 

@@ -192,7 +192,7 @@ def select_within(scores: Tensor, window_size: int, mask: GrowingMask, rows: int
     if mask.document_end is None:
         return intervals
     end = torch.minimum(intervals.end, mask.document_end.int())
-    return KeyIntervals(intervals.begin, torch.maximum(intervals.begin, end))
+    return KeyIntervals(intervals.begin, torch.maximum(intervals.begin, end), intervals.window_size)
 
 
 def _rank_in_documents(scores: Tensor, document_end: Tensor) -> Tensor:

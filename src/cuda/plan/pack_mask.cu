@@ -21,7 +21,7 @@ static_assert(kLaneWords == 4 && kLaneWords * kWordRows == 2 * kUnitRows && kGro
 enum class Access {
   kAligned,  // neighbouring keys are neighbouring bytes, every row aligned to 4 bytes
   kShifted,  // the same, of any alignment: lanes read aligned words and take what they lack from the next lane
-  kBytes,    // any strides
+  kBytes,    // any strides; pack_columns_kernel is for those of a transposed mask
 };
 
 // The last lane only reads what the lane before it lacks.
@@ -145,26 +145,35 @@ __global__ __launch_bounds__(32 * kPackWarps,
   std::uint32_t words[kLaneWords][kLaneKeys] = {};
   pack_rows<kAccess>(shape, entries, rows, first_key, words);
 
+  // Words are gathered first, so that the words of a key, a line of memory, are written at once: where warps write theirs
+  // when they have them, reading is slowed down. Their order within a key is such that a warp's keys are in all banks.
+  __shared__ uint4 s_words[kStripKeys * kPackWarps];
   // Of each key two bits for its units with a visible row, and two for those without a hidden one.
   __shared__ std::uint8_t s_units[kPackWarps][kStripKeys];
+  const auto staged = [](int key, int part) { return key * kPackWarps + (part ^ key / kLaneKeys % kPackWarps); };
   const auto missing = [&](int word) {  // rows past the last
     const int left = min(max(rows - word * kWordRows, 0), kWordRows);
     return left == kWordRows ? 0 : ~0u << left;
   };
 #pragma unroll
   for (int k = 0; k < kLaneKeys; ++k) {
-    if (lane * kLaneKeys < kStripKeys && first_key + k < shape.keys) {
+    const int key = lane * kLaneKeys + k;
+    if (lane * kLaneKeys < kStripKeys) {
       const uint4 packed = {words[0][k], words[1][k], words[2][k], words[3][k]};
-      std::uint32_t* key_words = shape.words + (first_entry + first_key + k) * kChunkWords;
-      reinterpret_cast<uint4*>(key_words)[warp] = packed;
-      s_units[warp][lane * kLaneKeys + k] =
+      s_words[staged(key, warp)] = packed;
+      s_units[warp][key] =
           static_cast<std::uint8_t>(((packed.x | packed.y) != 0 ? 1 : 0) | ((packed.z | packed.w) != 0 ? 2 : 0) |
                                     (((packed.x | missing(0)) & (packed.y | missing(1))) == ~0u ? 4 : 0) |
                                     (((packed.z | missing(2)) & (packed.w | missing(3))) == ~0u ? 8 : 0));
     }
   }
   __syncthreads();
-  if (threadIdx.x < kStripKeys && strip_key + threadIdx.x < shape.keys) {
+  const int keys = static_cast<int>(min(shape.keys - strip_key, std::int64_t{kStripKeys}));
+  uint4* strip_words = reinterpret_cast<uint4*>(shape.words + (first_entry + strip_key) * kChunkWords);
+  for (int i = threadIdx.x; i < keys * kPackWarps; i += 32 * kPackWarps) {
+    strip_words[i] = s_words[staged(i / kPackWarps, i % kPackWarps)];
+  }
+  if (threadIdx.x < keys) {
     std::uint32_t units = 0;
 #pragma unroll
     for (int w = 0; w < kPackWarps; ++w) {
@@ -175,12 +184,84 @@ __global__ __launch_bounds__(32 * kPackWarps,
   }
 }
 
-template <Access kAccess>
-cudaError_t launch(PackShape shape, std::int64_t planes, cudaStream_t stream) {
-  shape.strips = static_cast<std::uint32_t>((shape.keys + strip_keys(kAccess) - 1) / strip_keys(kAccess));
+constexpr int kColumnKeys = 4 * kPackWarps;  // of a block of pack_columns_kernel
+constexpr int kVectorBytes = sizeof(uint4);
+
+// Bit i: byte i of 16 is nonzero.
+__device__ inline std::uint32_t nonzero_bits(uint4 bytes) {
+  std::uint32_t bits = 0;
+#pragma unroll
+  for (const std::uint32_t four : {bytes.x, bytes.y, bytes.z, bytes.w}) {
+    // The product moves the top bits of the bytes, 7 bits apart then, to the highest four.
+    bits = bits >> 4 | (nonzero_bytes(four) * 0x00204081u & 0xf0000000u);
+  }
+  return bits >> 16;
+}
+
+// Rows 32 * lane ... of a key whose first row is at `column`, of which `rows` exist. Aligned blocks of 16 bytes are read
+// that may begin before the column and end after it, by less than 16 bytes.
+__device__ inline std::uint32_t column_word(const std::uint8_t* column, int rows) {
+  const int lane = threadIdx.x % 32;
+  const int before = static_cast<int>(reinterpret_cast<std::uintptr_t>(column) % kVectorBytes);
+  const auto* vectors = reinterpret_cast<const uint4*>(column - before);
+  const auto bits = [&](int vector) {
+    return vector * kVectorBytes < rows + before ? nonzero_bits(__ldg(vectors + vector)) : 0;
+  };
+  const std::uint32_t own = bits(2 * lane) | bits(2 * lane + 1) << kVectorBytes;
+  std::uint32_t next = __shfl_down_sync(0xffffffffu, own, 1);
+  if (lane == 31) next = before == 0 ? 0 : bits(64);
+  return __funnelshift_r(own, next, before);
+}
+
+// The same where a key's rows are neighbouring bytes, of any alignment: a warp takes one key at a time, and each lane
+// ends up with one of its words.
+__global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const PackShape shape) {
+  static_assert(kChunkWords == 32 && 2 * kChunkUnits == 32);
+  const std::int64_t strip = blockIdx.x % shape.strips, chunk = blockIdx.x / shape.strips % shape.chunks;
+  const std::int64_t plane = blockIdx.x / shape.strips / shape.chunks;  // of (batches, heads)
+  const std::int64_t batch = static_cast<std::uint32_t>(plane) / shape.heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rows = static_cast<int>(min(shape.rows - chunk * kChunkRows, std::int64_t{kChunkRows}));
+  const int left = min(max(rows - lane * kWordRows, 0), kWordRows);
+  const std::uint32_t missing = left == kWordRows ? 0 : ~0u << left;  // rows past the last
+  const std::uint8_t* rows_begin = shape.mask + batch * shape.batch_stride +
+                                   (plane - batch * shape.heads) * shape.head_stride + chunk * kChunkRows;
+  const std::int64_t end_key = min((strip + 1) * kColumnKeys, shape.keys);
+#pragma unroll 1
+  for (std::int64_t key = strip * kColumnKeys + warp; key < end_key; key += kPackWarps) {
+    const std::uint8_t* column = rows_begin + key * shape.key_stride;
+    std::uint32_t word = 0;
+    // Between two other keys' columns all memory is the mask's.
+    if (shape.key_stride >= kVectorBytes && key > 0 && key + 1 < shape.keys) {
+      word = column_word(column, rows) & ~missing;
+    } else {
+#pragma unroll 1
+      for (int row = 0; row < left; ++row) word |= (__ldg(column + lane * kWordRows + row) != 0 ? 1u : 0u) << row;
+    }
+    const std::int64_t entry = (plane * shape.chunks + chunk) * shape.keys + key;
+    shape.words[entry * kChunkWords + lane] = word;
+    // Half of the lanes see whether a unit has a visible row, the others whether it has no hidden one.
+    const int first = 2 * (lane % kChunkUnits);
+    const std::uint32_t shown = word | missing;
+    const bool any = (__shfl_sync(0xffffffffu, word, first) | __shfl_sync(0xffffffffu, word, first + 1)) != 0;
+    const bool all = (__shfl_sync(0xffffffffu, shown, first) & __shfl_sync(0xffffffffu, shown, first + 1)) == ~0u;
+    const std::uint32_t units = __ballot_sync(0xffffffffu, lane < kChunkUnits ? any : all);
+    if (lane == 0) shape.units[entry] = units;
+  }
+}
+
+using PackKernel = void(PackShape);
+
+cudaError_t launch(PackKernel* kernel, int strip_keys, PackShape shape, std::int64_t planes, cudaStream_t stream) {
+  shape.strips = static_cast<std::uint32_t>((shape.keys + strip_keys - 1) / strip_keys);
   const std::int64_t blocks = planes * shape.chunks * shape.strips;
-  pack_mask_kernel<kAccess><<<static_cast<unsigned>(blocks), 32 * kPackWarps, 0, stream>>>(shape);
+  kernel<<<static_cast<unsigned>(blocks), 32 * kPackWarps, 0, stream>>>(shape);
   return cudaGetLastError();
+}
+
+template <Access kAccess>
+cudaError_t launch(const PackShape& shape, std::int64_t planes, cudaStream_t stream) {
+  return launch(pack_mask_kernel<kAccess>, strip_keys(kAccess), shape, planes, stream);
 }
 
 struct PackedArrays {
@@ -241,7 +322,10 @@ cudaError_t pack_mask(const BroadcastView& mask, std::int64_t rows, std::int64_t
   shape.heads = static_cast<std::uint32_t>(distinct.heads), shape.chunks = static_cast<std::uint32_t>(chunks);
   shape.words = arrays.words, shape.units = arrays.units;
 
-  if (distinct.key_stride != 1) return launch<Access::kBytes>(shape, planes, stream);
+  if (distinct.key_stride != 1) {
+    return distinct.row_stride == 1 ? launch(pack_columns_kernel, kColumnKeys, shape, planes, stream)
+                                    : launch<Access::kBytes>(shape, planes, stream);
+  }
   const std::uintptr_t offsets =
       reinterpret_cast<std::uintptr_t>(distinct.data) |
       static_cast<std::uintptr_t>(distinct.batch_stride | distinct.head_stride | distinct.row_stride);

@@ -20,33 +20,49 @@ __device__ inline unsigned ordered_block(const BlockOrder& order) {
   return blockIdx.x < first ? blockIdx.x : first + static_cast<unsigned>(order.blocks[blockIdx.x - first]);
 }
 
+// Sorts one value a thread, the highest to the first thread (Batcher's bitonic sort, 1968). `shared`: one value a thread.
+__device__ inline unsigned descending(unsigned own, unsigned* shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int sorted = 2; sorted <= kMostOrderedBlocks; sorted *= 2) {
+    for (int distance = sorted / 2; distance > 0; distance /= 2) {
+      unsigned other;
+      if (distance < 32) {
+        other = __shfl_xor_sync(~0u, own, distance);
+      } else {
+        __syncthreads();
+        shared[thread] = own;
+        __syncthreads();
+        other = shared[thread ^ distance];
+      }
+      // Runs of `sorted` values end up falling and rising in turn.
+      const bool takes_higher = ((thread & distance) == 0) == ((thread & sorted) == 0);
+      own = takes_higher ? max(own, other) : min(own, other);
+    }
+  }
+  return own;
+}
+
 // Sorts the last `params.order.count` of `blocks` blocks. Block::visits(params, block, lane, lanes) counts a lane's
 // share of the tiles that a block visits.
 template <typename Block, typename Params>
 __global__ void __launch_bounds__(kMostOrderedBlocks)
     order_blocks_kernel(const __grid_constant__ Params params, int blocks, int lanes) {
-  // By what they visit, then by number: no two are equal. 0 where there is none.
-  __shared__ __align__(16) unsigned ranked[kMostOrderedBlocks];
   const int count = params.order.count, first = blocks - count;
   const int thread = static_cast<int>(threadIdx.x), index = thread / lanes;
   int visits = 0;
   if (index < count) visits = Block::visits(params, static_cast<unsigned>(first + index), thread % lanes, lanes);
   for (int distance = lanes / 2; distance > 0; distance /= 2) visits += __shfl_xor_sync(~0u, visits, distance);
-  if (thread >= kMostOrderedBlocks / lanes) ranked[thread] = 0;
-  if (thread % lanes == 0) {
+  // By what they visit, then by number: no two are equal. 0 where there is none.
+  __shared__ unsigned ranked[kMostOrderedBlocks];
+  ranked[thread] = 0;
+  __syncthreads();
+  if (thread % lanes == 0 && index < count) {
     constexpr int kMostVisits = INT_MAX / kMostOrderedBlocks;
-    const int place = kMostOrderedBlocks - 1 - index;
-    ranked[index] = index < count ? static_cast<unsigned>(min(visits, kMostVisits) * kMostOrderedBlocks + place) : 0;
+    ranked[index] = static_cast<unsigned>(min(visits, kMostVisits) * kMostOrderedBlocks + kMostOrderedBlocks - 1 - index);
   }
   __syncthreads();
-  if (thread >= count) return;
-  const unsigned own = ranked[thread];
-  int rank = 0;
-  for (int other = 0; other < count; other += 4) {
-    const uint4 four = *reinterpret_cast<const uint4*>(ranked + other);
-    rank += (four.x > own ? 1 : 0) + (four.y > own ? 1 : 0) + (four.z > own ? 1 : 0) + (four.w > own ? 1 : 0);
-  }
-  params.order.blocks[rank] = thread;
+  const unsigned own = descending(ranked[thread], ranked);
+  if (thread < count) params.order.blocks[thread] = kMostOrderedBlocks - 1 - static_cast<int>(own % kMostOrderedBlocks);
 }
 
 // Orders the last `wanted` of `blocks` blocks and says in params.order how many these are: none if all of them, or
