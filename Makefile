@@ -34,8 +34,8 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
-.PHONY: help setup library build run test test-cpp test-python test-sanitize lint format bench check-neon check-wheel \
-        clean
+.PHONY: help setup library build run test test-cpp test-python test-sanitize lint format bench check-neon check-sm80 \
+        check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -87,6 +87,10 @@ check-neon:  ## cross-compile for 64-bit Arm and run the C++ tests in an emulato
 	@$(CONFIGURE) --preset neon
 	@cmake --build --preset neon
 	@ctest --preset neon
+
+check-sm80: setup  ## compile the kernels for GPUs of compute capability 8.0 and see that none spills registers
+	@$(CONFIGURE) --preset sm80
+	@cmake --build --preset sm80
 
 check-wheel: setup  ## build the wheel as `pip install .` does, install it into build/wheel and use it there
 	@rm -rf build/wheel && mkdir -p build/wheel

@@ -475,6 +475,8 @@ struct BackwardBlock {
     if (params.wants_dvalue) store(dvalues, values, params.dvalue, 1);
   }
 
+  __device__ static int next_of_three(int slot) { return slot == 2 ? 0 : slot + 1; }
+
   __device__ void run() {
     clear(dkeys);
     clear(dvalues);
@@ -500,7 +502,9 @@ struct BackwardBlock {
     int slot = 0, number = 0;
     for (; shared.steps[number % 4].exists(); ++number) {
       const int buffer = number % 2, stage = Config::kStages == 2 ? buffer : 0;
-      const int next_slot = slot == 2 ? 0 : slot + 1;
+      const int kept_slot = next_of_three(slot);
+      // With a plan and a bias with rows not even this one can be kept.
+      const auto next_slot = [&] { return kPlanned && kRowBias ? next_of_three(recomputed(slot)) : kept_slot; };
       wait_copies<0>();
       __syncthreads();
       note_step(number + 3);
@@ -516,9 +520,9 @@ struct BackwardBlock {
           __syncthreads();
         }
       }
-      load_row_facts(shared.steps[(number + 2) % 4], next_slot == 2 ? 0 : next_slot + 1);
+      load_row_facts(shared.steps[(number + 2) % 4], next_of_three(next_slot()));
       if (Config::kStages == 2 && shared.steps[(number + 1) % 4].exists()) {
-        load_step(shared.steps[(number + 1) % 4], stage ^ 1, next_slot);
+        load_step(shared.steps[(number + 1) % 4], stage ^ 1, next_slot());
       }
       commit_copies();
       if constexpr (kPlanned) {
@@ -527,10 +531,10 @@ struct BackwardBlock {
       run_step(shared.steps[number % 4], stage, slot, buffer);
       if (Config::kStages == 1) {
         __syncthreads();
-        if (shared.steps[(number + 1) % 4].exists()) load_step(shared.steps[(number + 1) % 4], 0, next_slot);
+        if (shared.steps[(number + 1) % 4].exists()) load_step(shared.steps[(number + 1) % 4], 0, next_slot());
         commit_copies();
       }
-      slot = next_slot;
+      slot = next_slot();
     }
     wait_copies<0>();
     if (!kRowBias && params.dbias_sums != nullptr) flush_key_bias_gradients(head);

@@ -80,7 +80,7 @@ struct ForwardBlock {
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
-  static constexpr bool kKeepsPlaces = kHeadDim <= 128;
+  static constexpr bool kKeepsPlaces = kHeadDim <= 128 && !(kRowBias && Config::kWarpRows == 32);
   __device__ static int thread_index() {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
