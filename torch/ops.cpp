@@ -378,7 +378,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
       "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor? bias, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, Tensor? plan, Tensor out, "
       "Tensor lse, float? scale, float softcap, bool is_causal, bool deterministic, SymInt interval_window, "
-      "bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+      "bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) -> (Tensor dquery, Tensor dkey, Tensor "
+      "dvalue, Tensor dbias)");
   library.def(
       "attention_plan(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
       "Tensor? interval_end, bool is_causal, SymInt interval_window=0) -> Tensor");
@@ -388,7 +389,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
   library.def(
       "plan_report(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, bool is_causal, bool deterministic, int interval_window=0) -> (int[] counts, str backend, str rule)");
+      "Tensor? interval_end, bool is_causal, bool deterministic, int interval_window=0) -> (int[] counts, str backend, "
+      "str rule)");
   library.def(
       "plan_chunks(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
       "Tensor? interval_end, bool is_causal, int batch, int head) "

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from . import _library
 from ._arguments import as_int, check_bool
-from .selection import KeyIntervals
+from .selection import KeyIntervals, unchecked_intervals
 
 _ALL_ROWS = 2**31 - 1  # where an interval ends that knows no number of rows; attention clamps it
 
@@ -239,7 +239,9 @@ def _make(
     batch, heads = prepared.shape
     one = torch.empty((), dtype=torch.bfloat16, device=prepared.device)
     query, key = (one.expand(batch, length, heads, 8) for length in (seqlen_q, seqlen_k))
-    bounds, window = ((None, None), 0) if intervals is None else ((intervals.begin, intervals.end), intervals.window_size)
+    bounds, window = (None, None), 0
+    if intervals is not None:
+        bounds, window = (intervals.begin, intervals.end), intervals.window_size
     plan = _library.attention_plan(query, key, mask, None, *bounds, is_causal, window)
     return replace(prepared, plan=plan)
 
@@ -264,8 +266,10 @@ def _held(mask: PreparedMask) -> tuple[str, ...]:
     return tuple(name for name in ("intervals", "mask", "plan") if getattr(mask, name) is not None)
 
 
-def _context_of(mask: PreparedMask) -> tuple[tuple[str, ...], int | None, int | None, bool]:
-    return _held(mask), mask.seqlen_q, mask.seqlen_k, mask.is_causal
+def _context_of(mask: PreparedMask) -> tuple[tuple[str, ...], int, int | None, int | None, bool]:
+    # The intervals forget their window_size as a tree, and the plan is one for it.
+    window_size = 0 if mask.intervals is None else mask.intervals.window_size
+    return _held(mask), window_size, mask.seqlen_q, mask.seqlen_k, mask.is_causal
 
 
 def _flatten(mask: PreparedMask) -> tuple[list[object], tuple]:
@@ -277,9 +281,12 @@ def _flatten_with_keys(mask: PreparedMask) -> tuple[list[tuple[pytree.KeyEntry, 
 
 
 def _unflatten(held: Sequence[object], context: tuple) -> PreparedMask:
-    names, *sizes = context
+    names, window_size, *sizes = context
     tensors = dict(zip(names, held, strict=True))
-    return PreparedMask(tensors.get("intervals"), tensors.get("mask"), *sizes, tensors.get("plan"))
+    intervals = tensors.get("intervals")
+    if isinstance(intervals, KeyIntervals):
+        intervals = unchecked_intervals(intervals.begin, intervals.end, window_size)
+    return PreparedMask(intervals, tensors.get("mask"), *sizes, tensors.get("plan"))
 
 
 pytree.register_pytree_node(

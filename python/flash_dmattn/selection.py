@@ -330,6 +330,14 @@ def _intervals_of(mask: Tensor) -> KeyIntervals:
     return KeyIntervals(torch.where(seen, begin, 0).int(), torch.where(seen, end, 0).int())
 
 
+def unchecked_intervals(begin: object, end: object, window_size: int) -> KeyIntervals:
+    """For trees, whose leaves need not be tensors: vmap's dimensions, shardings, shapes."""
+    intervals = object.__new__(KeyIntervals)
+    for name, value in (("begin", begin), ("end", end), ("window_size", window_size)):
+        object.__setattr__(intervals, name, value)
+    return intervals
+
+
 # Without window_size: a program that was exported for one takes others, too.
 def _flatten(intervals: KeyIntervals) -> tuple[list[Tensor], None]:
     return [intervals.begin, intervals.end], None
@@ -340,11 +348,7 @@ def _flatten_with_keys(intervals: KeyIntervals) -> tuple[list[tuple[pytree.KeyEn
 
 
 def _unflatten(bounds: Sequence[object], _context: None) -> KeyIntervals:
-    # Unchecked: a tree's leaves need not be tensors (vmap's dimensions, shardings, shapes).
-    intervals = object.__new__(KeyIntervals)
-    for name, value in zip(("begin", "end", "window_size"), (*bounds, 0), strict=True):
-        object.__setattr__(intervals, name, value)
-    return intervals
+    return unchecked_intervals(*bounds, 0)
 
 
 pytree.register_pytree_node(

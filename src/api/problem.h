@@ -41,7 +41,7 @@ struct AttentionProblem {
   BroadcastView mask, bias;  // data null: none
   // int32 per key (row stride 0), both or neither; data null: none.
   BroadcastView interval_begin, interval_end;
-  std::int64_t interval_window = 0;  // KeyIntervals::window_size
+  std::int64_t interval_window = 0;       // KeyIntervals::window_size
   const std::int32_t* seqlens = nullptr;  // null: every key exists
   std::int64_t seqlens_stride = 0;
   double scale = 1.0, softcap = 0.0;

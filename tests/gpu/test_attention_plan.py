@@ -382,7 +382,7 @@ def any_view(shape: list[int], rank: int, dtype: torch.dtype, draw: random.Rando
 
 
 def any_planned_call(draw: random.Random) -> tuple[Tensor | int | None, ...]:
-    """query, key, mask, seqlens_k, interval bounds and window, of sizes on both sides of all that the layout depends on."""
+    """query, key, mask, seqlens_k, interval bounds and window, on both sides of all that the layout depends on."""
     key_heads, rows = draw.choice((1, 2, 4)), draw.choice((0, 1, 5, 64, 1023, 1024, 1025, 3000))
     batch, heads = draw.choice((0, 1, 2, 3)), key_heads * draw.choice((1, 2, 4))
     keys = draw.choice((0, 1, 7, 128, 129, 4095, 4097, 17000, 21000, 40000))

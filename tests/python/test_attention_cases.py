@@ -258,6 +258,18 @@ def test_visible_poison_comes_out(dtype: torch.dtype, name: str, bad: float) -> 
         assert got[result][1, :, 0].isfinite().all(), f"{result} of another key head"
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_visible_nan_comes_out_where_probabilities_underflow(dtype: torch.dtype, deterministic: bool) -> None:
+    case = make_case(dtype=dtype, bias=(2, 4, 33, 47), is_causal=True, scale=1000.0)
+    value = case.value.clone()
+    value[1, 11, 1, 5] = NAN  # which every row sees
+    got = run_library(replace(case, value=value), deterministic=deterministic)
+    visible = torch.ones(33, 47, dtype=torch.bool).tril(47 - 33)
+    assert got["dbias"][1, 2:, visible].isnan().all()
+    assert not got["dbias"][1, 2:, ~visible].any()
+    assert got["dbias"][1, :2].isfinite().all()
+
+
 def test_visible_score_of_plus_infinity_breaks_its_row(dtype: torch.dtype) -> None:
     case = make_case(dtype=dtype, bias=(2, 4, 33, 47))
     case.bias[0, 1, 7, 9] = INF

@@ -318,6 +318,17 @@ def test_its_plan_is_a_leaf_but_not_saved() -> None:
         assert other.plan is None and torch.equal(other.mask, prepared.mask)
 
 
+def test_a_tree_fits_its_plan() -> None:
+    """Whose size depends on what the intervals say of their window."""
+    prepared = prepare_mask(select_keys(torch.randn(1, 2, KEYS), 7, seqlen_q=ROWS), ROWS)
+    leaves, tree = pytree.tree_flatten(prepared)
+    again = pytree.tree_unflatten(leaves, tree)
+    assert again.intervals.window_size == 7 and again.plan is prepared.plan
+    query, key = torch.randn(1, ROWS, 4, 8).to(default_dtype()), torch.randn(1, KEYS, 2, 8).to(default_dtype())
+    one, other = (attention(query, key, key, mask=mask, is_causal=False) for mask in (prepared, again))
+    assert torch.equal(one, other)
+
+
 @pytest.mark.devices("cpu")
 def test_compiles_and_vmaps_with_its_plan() -> None:
     torch._dynamo.reset()

@@ -145,8 +145,9 @@ __global__ __launch_bounds__(32 * kPackWarps,
   std::uint32_t words[kLaneWords][kLaneKeys] = {};
   pack_rows<kAccess>(shape, entries, rows, first_key, words);
 
-  // Words are gathered first, so that the words of a key, a line of memory, are written at once: where warps write theirs
-  // when they have them, reading is slowed down. Their order within a key is such that a warp's keys are in all banks.
+  // Words are gathered first, so that the words of a key, a line of memory, are written at once: where warps write
+  // theirs when they have them, reading is slowed down. Their order within a key is such that a warp's keys are in all
+  // banks.
   __shared__ uint4 s_words[kStripKeys * kPackWarps];
   // Of each key two bits for its units with a visible row, and two for those without a hidden one.
   __shared__ std::uint8_t s_units[kPackWarps][kStripKeys];
@@ -198,8 +199,8 @@ __device__ inline std::uint32_t nonzero_bits(uint4 bytes) {
   return bits >> 16;
 }
 
-// Rows 32 * lane ... of a key whose first row is at `column`, of which `rows` exist. Aligned blocks of 16 bytes are read
-// that may begin before the column and end after it, by less than 16 bytes.
+// Rows 32 * lane ... of a key whose first row is at `column`, of which `rows` exist. Aligned blocks of 16 bytes are
+// read that may begin before the column and end after it, by less than 16 bytes.
 __device__ inline std::uint32_t column_word(const std::uint8_t* column, int rows) {
   const int lane = threadIdx.x % 32;
   const int before = static_cast<int>(reinterpret_cast<std::uintptr_t>(column) % kVectorBytes);
@@ -224,8 +225,8 @@ __global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const 
   const int rows = static_cast<int>(min(shape.rows - chunk * kChunkRows, std::int64_t{kChunkRows}));
   const int left = min(max(rows - lane * kWordRows, 0), kWordRows);
   const std::uint32_t missing = left == kWordRows ? 0 : ~0u << left;  // rows past the last
-  const std::uint8_t* rows_begin = shape.mask + batch * shape.batch_stride +
-                                   (plane - batch * shape.heads) * shape.head_stride + chunk * kChunkRows;
+  const std::uint8_t* rows_begin =
+      shape.mask + batch * shape.batch_stride + (plane - batch * shape.heads) * shape.head_stride + chunk * kChunkRows;
   const std::int64_t end_key = min((strip + 1) * kColumnKeys, shape.keys);
 #pragma unroll 1
   for (std::int64_t key = strip * kColumnKeys + warp; key < end_key; key += kPackWarps) {

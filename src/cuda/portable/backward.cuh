@@ -236,7 +236,10 @@ struct BackwardBlock {
     }
   }
 
-  // Scores to probabilities, 0 where hidden. Returns whether anything is.
+  // What a hidden probability is: no visible one is, as those that underflow are +0.
+  static constexpr float kHidden = -0.0f;
+
+  // Scores to probabilities. Returns whether any is hidden.
   __device__ bool make_probabilities(float (&scores)[kMTiles][kNTiles][4], Step step, int slot, int buffer) const {
     const Place place;
     const float multiplier = params.score.multiplier;
@@ -257,7 +260,7 @@ struct BackwardBlock {
         // A warp's rows lie in one word.
         hide_by_words(
             scores, shared.words[buffer][score_row() / kWordRows], score_row() % kWordRows,
-            [&](int n) { return place.column_of(n); }, 0.0f);
+            [&](int n) { return place.column_of(n); }, kHidden);
       }
     } else {
       // Rows past the last have probabilities of 0 without help.
@@ -270,7 +273,7 @@ struct BackwardBlock {
               return causal_limit(params.visibility, existing(), step.first_row() + place.row_of(i)) -
                      block.tile * kKeys;
             },
-            [&](int n) { return place.column_of(n); }, 0.0f);
+            [&](int n) { return place.column_of(n); }, kHidden);
       }
     }
 #pragma unroll
@@ -307,7 +310,7 @@ struct BackwardBlock {
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
           const int at = 2 * (i % 2) + pair;
-          if (probability[i / 2][n][at] == 0) gradients[i / 2][n][at] = 0;
+          if (__float_as_uint(probability[i / 2][n][at]) == __float_as_uint(kHidden)) gradients[i / 2][n][at] = 0;
         }
   }
 

@@ -20,7 +20,8 @@ __device__ inline unsigned ordered_block(const BlockOrder& order) {
   return blockIdx.x < first ? blockIdx.x : first + static_cast<unsigned>(order.blocks[blockIdx.x - first]);
 }
 
-// Sorts one value a thread, the highest to the first thread (Batcher's bitonic sort, 1968). `shared`: one value a thread.
+// Sorts one value a thread, the highest to the first thread (Batcher's bitonic sort, 1968). `shared`: one value a
+// thread.
 __device__ inline unsigned descending(unsigned own, unsigned* shared) {
   const int thread = static_cast<int>(threadIdx.x);
   for (int sorted = 2; sorted <= kMostOrderedBlocks; sorted *= 2) {
@@ -58,7 +59,8 @@ __global__ void __launch_bounds__(kMostOrderedBlocks)
   __syncthreads();
   if (thread % lanes == 0 && index < count) {
     constexpr int kMostVisits = INT_MAX / kMostOrderedBlocks;
-    ranked[index] = static_cast<unsigned>(min(visits, kMostVisits) * kMostOrderedBlocks + kMostOrderedBlocks - 1 - index);
+    ranked[index] =
+        static_cast<unsigned>(min(visits, kMostVisits) * kMostOrderedBlocks + kMostOrderedBlocks - 1 - index);
   }
   __syncthreads();
   const unsigned own = descending(ranked[thread], ranked);

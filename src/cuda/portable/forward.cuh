@@ -176,6 +176,13 @@ struct ForwardBlock {
 
   __device__ void softmax() { update_softmax(params.score.multiplier, scores, row_max, row_sum, sums); }
 
+  __device__ void finish() {
+    wait_copies<0>();
+    // Without any tile nothing else keeps another warp's queries from arriving where this one's results are put.
+    __syncthreads();
+    store();
+  }
+
   __device__ void store() {
     const Place place;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -240,8 +247,7 @@ struct ForwardBlock {
       multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
       if (tile > 0) load_key_bias(tile - 1);
     }
-    wait_copies<0>();
-    store();
+    finish();
   }
 
   __device__ int next_planned(int* place) { return planned.next(params.plan, shared.chunk, place); }
@@ -306,8 +312,7 @@ struct ForwardBlock {
         multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
       }
     }
-    wait_copies<0>();
-    store();
+    finish();
   }
 };
 

@@ -199,9 +199,10 @@ struct QueryBackwardBlock {
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
           const int at = 2 * (i % 2) + pair;
-          const float probability = exp2_fast(fmaf(scores[i / 2][n][at], params.score.multiplier, -facts[i].x));
+          const float score = scores[i / 2][n][at];
+          const float probability = exp2_fast(fmaf(score, params.score.multiplier, -facts[i].x));
           float& gradient = gradients[i / 2][n][at];
-          gradient = probability == 0 ? 0 : probability * (gradient - facts[i].y);  // not NaN where nothing is seen
+          gradient = score == -INFINITY ? 0 : probability * (gradient - facts[i].y);  // not NaN where nothing is seen
         }
     if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(position, first_column);
     if (params.score.softcap_log2 != 0) {
