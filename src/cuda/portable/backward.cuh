@@ -87,6 +87,7 @@ struct BackwardBlock {
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
   static constexpr bool kKeepsPlaces = kHeadDim <= 128 && !kRowBias;
+  static constexpr bool kKeepsSlot = !kPlanned || !kRowBias;
   __device__ static int thread_index() {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
@@ -239,20 +240,22 @@ struct BackwardBlock {
   // What a hidden probability is: no visible one is, as those that underflow are +0.
   static constexpr float kHidden = -0.0f;
 
-  // Scores to probabilities. Returns whether any is hidden.
-  __device__ bool make_probabilities(float (&scores)[kMTiles][kNTiles][4], Step step, int slot, int buffer) const {
-    const Place place;
-    const float multiplier = params.score.multiplier;
+  // One of `parts` shares of the scores to probabilities, those of hidden scores, too. lse_log2: of the thread's rows.
+  __device__ void exponentiate(float (&scores)[kMTiles][kNTiles][4], const float (&lse_log2)[kThreadRows], int part,
+                               int parts) const {
+    constexpr int kPairs = kThreadRows * kNTiles;
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const float lse_log2 = shared.row_facts[slot][place.row_of(i)].x;
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-        float* pair = &scores[i / 2][n][2 * (i % 2)];
-        pair[0] = exp2_fast(fmaf(pair[0], multiplier, -lse_log2));
-        pair[1] = exp2_fast(fmaf(pair[1], multiplier, -lse_log2));
-      }
+    for (int index = part * kPairs / parts; index < (part + 1) * kPairs / parts; ++index) {
+      const int i = index % kThreadRows, n = index / kThreadRows;
+      float* pair = &scores[i / 2][n][2 * (i % 2)];
+      pair[0] = exp2_in_order(fmaf(pair[0], params.score.multiplier, -lse_log2[i]));
+      pair[1] = exp2_in_order(fmaf(pair[1], params.score.multiplier, -lse_log2[i]));
     }
+  }
+
+  // Hides probabilities and stores them. Returns whether any is hidden.
+  __device__ bool store_probabilities(float (&scores)[kMTiles][kNTiles][4], Step step, int buffer) const {
+    const Place place;
     bool hides = true;
     if constexpr (kPlanned) {
       hides = !step.full;
@@ -417,11 +420,18 @@ struct BackwardBlock {
     multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
         scores, queries(stage), score_row(), keys, score_key());
     if (params.score.transforms) transform_scores(scores, step);
-    const bool hides = make_probabilities(scores, step, slot, buffer);
-    float gradients[kMTiles][kNTiles][4];
+    float lse_log2[kThreadRows], gradients[kMTiles][kNTiles][4];
+    const Place place;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) lse_log2[i] = shared.row_facts[slot][place.row_of(i)].x;
     clear(gradients);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
-        gradients, output_gradients(stage), score_row(), values, score_key());
+    // Gradients of probabilities are multiplied while the probabilities are made: not with the first products, which
+    // would wait for them.
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kProbabilityAhead>(
+        gradients, output_gradients(stage), score_row(), values, score_key(), [&](int number, int steps) {
+          if (number > 0) exponentiate(scores, lse_log2, number - 1, steps - 1);
+        });
+    const bool hides = store_probabilities(scores, step, buffer);
     make_score_gradients(scores, gradients, slot, hides);
     if (params.score.softcap_log2 != 0) {
       store_capped_gradients(gradients);
@@ -506,8 +516,7 @@ struct BackwardBlock {
     for (; shared.steps[number % 4].exists(); ++number) {
       const int buffer = number % 2, stage = Config::kStages == 2 ? buffer : 0;
       const int kept_slot = next_of_three(slot);
-      // With a plan and a bias with rows not even this one can be kept.
-      const auto next_slot = [&] { return kPlanned && kRowBias ? next_of_three(recomputed(slot)) : kept_slot; };
+      const auto next_slot = [&] { return kKeepsSlot ? kept_slot : next_of_three(recomputed(slot)); };
       wait_copies<0>();
       __syncthreads();
       note_step(number + 3);

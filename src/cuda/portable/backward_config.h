@@ -22,8 +22,13 @@ struct BackwardConfig {
   static constexpr int kQueryRowWarps = kRows == 128 || kOddDims ? 4 : 2;
   // Of queries and output gradients: those of the next step are on their way.
   static constexpr int kStages = kNarrow && kHeadDim >= 128 ? 1 : 2;
-  // kAhead of multiply_blocks, for scores and gradients of probabilities and for the others.
+  // kAhead of multiply_blocks, for scores, gradients of probabilities and the others.
   static constexpr int kScoreAhead = 2;
+#if __CUDA_ARCH__ >= 900
+  static constexpr int kProbabilityAhead = kHeadDim == 128 ? 1 : 2;
+#else  // where the compiler needs a register more
+  static constexpr int kProbabilityAhead = kHeadDim == 64 || kHeadDim == 128 ? 1 : 2;
+#endif
   static constexpr int kGradientAhead = 2;
   static constexpr int kWords = kRows / kWordRows;
 

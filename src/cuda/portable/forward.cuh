@@ -174,7 +174,22 @@ struct ForwardBlock {
 
   __device__ const std::uint32_t* warp_words(const Facts& tile) const { return tile.words[warp_row() / kWordRows]; }
 
-  __device__ void softmax() { update_softmax(params.score.multiplier, scores, row_max, row_sum, sums); }
+  // sums += probabilities values
+  __device__ void add_values() {
+    const float multiplier = params.score.multiplier;
+    if constexpr (Config::kMixesSoftmax) {
+      float reference[kThreadRows], tile_sum[kThreadRows] = {};
+      rescale_sums(multiplier, scores, row_max, row_sum, sums, reference);
+      multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0, [&](int depth, int part, int parts) {
+        exponentiate(multiplier, reference, scores, tile_sum, 2 * depth, part, parts);
+      });
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) row_sum[i] += tile_sum[i];
+    } else {
+      update_softmax(multiplier, scores, row_max, row_sum, sums);
+      multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
+    }
+  }
 
   __device__ void finish() {
     wait_copies<0>();
@@ -243,8 +258,7 @@ struct ForwardBlock {
       __syncthreads();
       if (tile > 0) load_tile(keys, key_rows, tile - 1, 0);
       commit_copies();
-      softmax();
-      multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
+      add_values();
       if (tile > 0) load_key_bias(tile - 1);
     }
     finish();
@@ -307,10 +321,7 @@ struct ForwardBlock {
         planned.request_index(params.plan, shared.chunk, far_ahead);
       }
       commit_copies();
-      if (sees_any) {
-        softmax();
-        multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
-      }
+      if (sees_any) add_values();
     }
     finish();
   }

@@ -23,15 +23,22 @@ __device__ inline std::uint32_t block_address(SharedTile<kColumns> tile, int row
   }
 }
 
+struct Nothing {
+  template <typename... Arguments>
+  __device__ void operator()(Arguments...) const {}
+};
+
 // A: `a` holds rows x depth (Depth::kAlongRows: its rows are the product's rows) or depth x rows.
 // B: `b` holds columns x depth (kAlongRows) or depth x columns.
 // a_first, b_first: the warp's first row and column of the product.
 // Fragments of B are read kAhead steps ahead of the products that use them, those of A a whole depth of 16 ahead: where
 // few products follow a read, one step does not hide what it takes.
+// between(step, steps) stands between the products, to be worked on while they are: the compiler itself puts all else
+// before or behind them.
 template <typename Element, int kDepth, Depth kA, Depth kB, int kAhead = 1, int kMTiles, int kNTiles, int kAColumns,
-          int kBColumns>
+          int kBColumns, typename Between = Nothing>
 __device__ inline void multiply_blocks(float (&sum)[kMTiles][kNTiles][4], SharedTile<kAColumns> a, int a_first,
-                                       SharedTile<kBColumns> b, int b_first) {
+                                       SharedTile<kBColumns> b, int b_first, Between between = {}) {
   static_assert(kNTiles % 2 == 0 && kDepth % 16 == 0);
   // Addresses are made anew for every product: kept for all products of a loop they would take too many registers.
   const int lane = recomputed(static_cast<int>(threadIdx.x) % 32);
@@ -80,15 +87,18 @@ __device__ inline void multiply_blocks(float (&sum)[kMTiles][kNTiles][4], Shared
         multiply<Element>(sum[m][2 * pair], a_fragment[depth % 2][m], columns[0], columns[1]);
         multiply<Element>(sum[m][2 * pair + 1], a_fragment[depth % 2][m], columns[2], columns[3]);
       }
+      between(step, kSteps);
     }
   }
 }
 
 // sum += A B with A a warp's sums of another product, rounded to Element: its rows are this product's, its columns the
 // depth. B: `b` holds depth x columns, from row `b_first` on. Fragments are read kAhead steps ahead.
-template <typename Element, int kAhead = 1, int kMTiles, int kDepthTiles, int kNTiles, int kColumns>
+// make(depth, part, parts) makes a share of A's columns 16 * depth ... between the products of those before.
+template <typename Element, int kAhead = 1, int kMTiles, int kDepthTiles, int kNTiles, int kColumns,
+          typename Make = Nothing>
 __device__ inline void multiply_sums(float (&sum)[kMTiles][kNTiles][4], const float (&a)[kMTiles][kDepthTiles][4],
-                                     SharedTile<kColumns> b, int b_first) {
+                                     SharedTile<kColumns> b, int b_first, Make make = {}) {
   static_assert(kNTiles % 2 == 0 && kDepthTiles % 2 == 0);
   const int lane = recomputed(static_cast<int>(threadIdx.x) % 32);
   const std::uint32_t b_lane = b.lane_address(b_first + row_major_lane_row(lane), row_major_lane_half(lane));
@@ -100,6 +110,7 @@ __device__ inline void multiply_sums(float (&sum)[kMTiles][kNTiles][4], const fl
   std::uint32_t b_fragment[kRing][4];
 #pragma unroll
   for (int step = 0; step < kAhead && step < kSteps; ++step) load(b_fragment[step], step);
+  make(0, 0, 1);
 #pragma unroll
   for (int depth = 0; depth < kDepths; ++depth) {
     std::uint32_t a_fragment[kMTiles][4];
@@ -122,6 +133,7 @@ __device__ inline void multiply_sums(float (&sum)[kMTiles][kNTiles][4], const fl
         multiply<Element>(sum[m][2 * pair], a_fragment[m], columns[0], columns[1]);
         multiply<Element>(sum[m][2 * pair + 1], a_fragment[m], columns[2], columns[3]);
       }
+      if (depth + 1 < kDepths) make(depth + 1, pair, kPairs);
     }
   }
 }
