@@ -425,13 +425,17 @@ struct BackwardBlock {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) lse_log2[i] = shared.row_facts[slot][place.row_of(i)].x;
     clear(gradients);
-    // Gradients of probabilities are multiplied while the probabilities are made: not with the first products, which
-    // would wait for them.
+    bool hides = false;
+    if constexpr (!Config::kMixesProbabilities) {
+      exponentiate(scores, lse_log2, 0, 1);
+      hides = store_probabilities(scores, step, buffer);
+    }
     multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kProbabilityAhead>(
         gradients, output_gradients(stage), score_row(), values, score_key(), [&](int number, int steps) {
-          if (number > 0) exponentiate(scores, lse_log2, number - 1, steps - 1);
+          // Not after the first products, which would wait for them.
+          if (Config::kMixesProbabilities && number > 0) exponentiate(scores, lse_log2, number - 1, steps - 1);
         });
-    const bool hides = store_probabilities(scores, step, buffer);
+    if constexpr (Config::kMixesProbabilities) hides = store_probabilities(scores, step, buffer);
     make_score_gradients(scores, gradients, slot, hides);
     if (params.score.softcap_log2 != 0) {
       store_capped_gradients(gradients);
