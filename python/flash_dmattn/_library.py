@@ -113,8 +113,9 @@ def attention_forward(
     differentiable = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
     )
-    planned = (query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window)
     wants_plan = plan is None and differentiable and query.is_cuda and (mask is not None or interval_begin is not None)
+    if wants_plan:
+        planned = (query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window)
     if torch.compiler.is_compiling():
         if wants_plan:
             plan = attention_plan(*planned)

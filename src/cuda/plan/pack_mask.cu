@@ -36,10 +36,30 @@ struct PackShape {
   std::uint32_t* units;  // (batches, heads, chunks, keys)
 };
 
+// What the running block packs: a strip of keys, a chunk of rows and a plane of (batches, heads), whose entries begin
+// at `entries`.
+struct PackPlace {
+  std::int64_t strip, chunk, plane;
+  const std::uint8_t* entries;
+};
+
+__device__ inline PackPlace place_of(const PackShape& shape) {
+  const std::int64_t plane = blockIdx.x / shape.strips / shape.chunks;
+  const std::int64_t batch = static_cast<std::uint32_t>(plane) / shape.heads;
+  return {blockIdx.x % shape.strips, blockIdx.x / shape.strips % shape.chunks, plane,
+          shape.mask + batch * shape.batch_stride + (plane - batch * shape.heads) * shape.head_stride};
+}
+
 // The top bit of each byte says whether the byte is nonzero; the other bits are 0.
 __device__ inline std::uint32_t nonzero_bytes(std::uint32_t bytes) {
   // 0x7f carries into the top bit unless the low seven are zero.
   return (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
+}
+
+// The bits of a word that stand for rows past the last of `rows`.
+__device__ inline std::uint32_t rows_past_last(int rows, int word) {
+  const int left = min(max(rows - word * kWordRows, 0), kWordRows);
+  return left == kWordRows ? 0 : ~0u << left;
 }
 
 // Keys [begin, end) of four neighbours in a row, a byte each; `entries` points at the first. The others are 0 and not
@@ -130,18 +150,14 @@ template <Access kAccess>
 __global__ __launch_bounds__(32 * kPackWarps,
                              kAccess == Access::kBytes ? 2 : 3) void pack_mask_kernel(const PackShape shape) {
   constexpr int kStripKeys = strip_keys(kAccess);
-  const std::int64_t strip = blockIdx.x % shape.strips, chunk = blockIdx.x / shape.strips % shape.chunks;
-  const std::int64_t plane = blockIdx.x / shape.strips / shape.chunks;  // of (batches, heads)
-  const std::int64_t batch = static_cast<std::uint32_t>(plane) / shape.heads;
+  const auto [strip, chunk, plane, entries_begin] = place_of(shape);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::int64_t first_row = chunk * kChunkRows + warp * kWarpRows;
   const int rows = static_cast<int>(min(max(shape.rows - first_row, std::int64_t{0}), std::int64_t{kWarpRows}));
   const std::int64_t strip_key = strip * kStripKeys, first_key = strip_key + lane * kLaneKeys;
   const std::int64_t first_entry = (plane * shape.chunks + chunk) * shape.keys;
 
-  const std::uint8_t* entries = shape.mask + batch * shape.batch_stride +
-                                (plane - batch * shape.heads) * shape.head_stride + first_row * shape.row_stride +
-                                first_key * shape.key_stride;
+  const std::uint8_t* entries = entries_begin + first_row * shape.row_stride + first_key * shape.key_stride;
   std::uint32_t words[kLaneWords][kLaneKeys] = {};
   pack_rows<kAccess>(shape, entries, rows, first_key, words);
 
@@ -152,10 +168,7 @@ __global__ __launch_bounds__(32 * kPackWarps,
   // Of each key two bits for its units with a visible row, and two for those without a hidden one.
   __shared__ std::uint8_t s_units[kPackWarps][kStripKeys];
   const auto staged = [](int key, int part) { return key * kPackWarps + (part ^ key / kLaneKeys % kPackWarps); };
-  const auto missing = [&](int word) {  // rows past the last
-    const int left = min(max(rows - word * kWordRows, 0), kWordRows);
-    return left == kWordRows ? 0 : ~0u << left;
-  };
+  const auto missing = [&](int word) { return rows_past_last(rows, word); };
 #pragma unroll
   for (int k = 0; k < kLaneKeys; ++k) {
     const int key = lane * kLaneKeys + k;
@@ -218,15 +231,11 @@ __device__ inline std::uint32_t column_word(const std::uint8_t* column, int rows
 // ends up with one of its words.
 __global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const PackShape shape) {
   static_assert(kChunkWords == 32 && 2 * kChunkUnits == 32);
-  const std::int64_t strip = blockIdx.x % shape.strips, chunk = blockIdx.x / shape.strips % shape.chunks;
-  const std::int64_t plane = blockIdx.x / shape.strips / shape.chunks;  // of (batches, heads)
-  const std::int64_t batch = static_cast<std::uint32_t>(plane) / shape.heads;
+  const auto [strip, chunk, plane, entries_begin] = place_of(shape);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = static_cast<int>(min(shape.rows - chunk * kChunkRows, std::int64_t{kChunkRows}));
-  const int left = min(max(rows - lane * kWordRows, 0), kWordRows);
-  const std::uint32_t missing = left == kWordRows ? 0 : ~0u << left;  // rows past the last
-  const std::uint8_t* rows_begin =
-      shape.mask + batch * shape.batch_stride + (plane - batch * shape.heads) * shape.head_stride + chunk * kChunkRows;
+  const std::uint32_t missing = rows_past_last(rows, lane);
+  const std::uint8_t* rows_begin = entries_begin + chunk * kChunkRows;
   const std::int64_t end_key = min((strip + 1) * kColumnKeys, shape.keys);
 #pragma unroll 1
   for (std::int64_t key = strip * kColumnKeys + warp; key < end_key; key += kPackWarps) {
@@ -237,7 +246,9 @@ __global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const 
       word = column_word(column, rows) & ~missing;
     } else {
 #pragma unroll 1
-      for (int row = 0; row < left; ++row) word |= (__ldg(column + lane * kWordRows + row) != 0 ? 1u : 0u) << row;
+      for (int row = 0; row < min(rows - lane * kWordRows, kWordRows); ++row) {
+        word |= (__ldg(column + lane * kWordRows + row) != 0 ? 1u : 0u) << row;
+      }
     }
     const std::int64_t entry = (plane * shape.chunks + chunk) * shape.keys + key;
     shape.words[entry * kChunkWords + lane] = word;
