@@ -84,11 +84,12 @@ AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor
           .plan = plan_of(plan)};
 }
 
-std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
-                                             std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
-                                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
-                                             std::optional<Tensor> plan, std::optional<double> scale, double softcap,
-                                             bool is_causal, bool deterministic, std::int64_t interval_window) {
+std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
+                                                     std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
+                                                     std::optional<Tensor> interval_begin,
+                                                     std::optional<Tensor> interval_end, std::optional<Tensor> plan,
+                                                     std::optional<double> scale, double softcap, bool is_causal,
+                                                     bool deterministic, std::int64_t interval_window) {
   const std::optional<Tensor> key_given(key), value_given(value);
   const CallDevice device("query", query,
                           {{"key", &key_given},
@@ -114,27 +115,32 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
   const Workspace workspace(device, bytes);
 
   const Tensor out = device.empty_like_shape(query);
-  const std::int64_t lse_sizes[] = {query.size(0), query.size(2), query.size(1)};
+  const std::int64_t row_sizes[] = {query.size(0), query.size(2), query.size(1), 2};  // the last of row_stats only
   const bool is_double = inputs.query.dtype == DType::kFloat64;
-  const Tensor lse = device.empty({lse_sizes, 3}, is_double ? ScalarType::Double : ScalarType::Float);
-  const AttentionOutputs outputs = {view_of("out", out, kFloatRule), view_of("lse", lse, kFloatRule)};
+  const ScalarType lse_dtype = is_double ? ScalarType::Double : ScalarType::Float;
+  const Tensor lse = device.empty({row_sizes, 3}, lse_dtype), row_stats = device.empty({row_sizes, 4}, lse_dtype);
+  const AttentionOutputs outputs = {.out = view_of("out", out, kFloatRule),
+                                    .lse = view_of("lse", lse, kFloatRule),
+                                    .row_stats = view_of("row_stats", row_stats, kFloatRule)};
   check(flash_dmattn::attention_forward(inputs, options, outputs, workspace.data(), workspace.bytes(), context));
-  return {out, lse};
+  return {out, lse, row_stats};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout, std::optional<Tensor> dlse, Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
     std::optional<Tensor> bias, std::optional<Tensor> seqlens_k, std::optional<Tensor> interval_begin,
-    std::optional<Tensor> interval_end, std::optional<Tensor> plan, Tensor out, Tensor lse, std::optional<double> scale,
-    double softcap, bool is_causal, bool deterministic, std::int64_t interval_window, bool needs_dquery,
-    bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
+    std::optional<Tensor> interval_end, std::optional<Tensor> plan, Tensor out, Tensor lse, Tensor row_stats,
+    std::optional<double> scale, double softcap, bool is_causal, bool deterministic, std::int64_t interval_window,
+    bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
-  const std::optional<Tensor> key_given(key), value_given(value), out_given(out), lse_given(lse), dout_given(dout);
+  const std::optional<Tensor> key_given(key), value_given(value), out_given(out), lse_given(lse), dout_given(dout),
+      row_stats_given(row_stats);
   const CallDevice device("query", query,
                           {{"key", &key_given},
                            {"value", &value_given},
                            {"out", &out_given},
                            {"lse", &lse_given},
+                           {"row_stats", &row_stats_given},
                            {"dout", &dout_given},
                            {"dlse", &dlse},
                            {"mask", &mask},
@@ -149,12 +155,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   out = with_unit_head_dim(out);
   dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
   if (lse.defined()) lse = torch::stable::contiguous(lse);
+  if (row_stats.defined()) row_stats = torch::stable::contiguous(row_stats);
+  constexpr const char* kLseRule = "must be float32 (float64 with float64)";
   const AttentionInputs inputs =
       make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
   const AttentionCotangents cotangents = {.out = view_of("out", out, "must have query's dtype"),
-                                          .lse = view_of("lse", lse, "must be float32 (float64 with float64)"),
+                                          .lse = view_of("lse", lse, kLseRule),
                                           .dout = view_of("dout", dout, "must have query's dtype"),
-                                          .dlse = view_of("dlse", dlse, "must have lse's dtype")};
+                                          .dlse = view_of("dlse", dlse, "must have lse's dtype"),
+                                          .row_stats = view_of("row_stats", row_stats, kLseRule)};
   const AttentionOptions options = {scale, softcap, is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
@@ -372,13 +381,14 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? seqlens_k, "
       "Tensor? interval_begin, Tensor? interval_end, Tensor? plan, float? scale, float softcap, bool is_causal, "
-      "bool deterministic, SymInt interval_window=0) -> (Tensor out, Tensor lse)");
+      "bool deterministic, SymInt interval_window=0) -> (Tensor out, Tensor lse, Tensor row_stats)");
   // Gradients that are not asked for come back with no elements.
   library.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor? bias, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, Tensor? plan, Tensor out, "
-      "Tensor lse, float? scale, float softcap, bool is_causal, bool deterministic, SymInt interval_window, "
-      "bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) -> (Tensor dquery, Tensor dkey, Tensor "
+      "Tensor lse, Tensor row_stats, float? scale, float softcap, bool is_causal, bool deterministic, "
+      "SymInt interval_window, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) -> (Tensor "
+      "dquery, Tensor dkey, Tensor "
       "dvalue, Tensor dbias)");
   library.def(
       "attention_plan(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "

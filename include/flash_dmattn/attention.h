@@ -45,15 +45,19 @@ struct AttentionInputs {
 
 struct AttentionOptions {
   std::optional<double> scale;  // default 1 / sqrt(D)
-  double softcap = 0.0;         // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias
-  bool is_causal = false;       // row i sees keys j <= i + n - Sq, n = the keys that exist
-  bool deterministic = false;   // identical bits in repeated runs, for any number of threads
+  // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias. At least 1e-30 and at most 1e30 but in float64.
+  double softcap = 0.0;
+  bool is_causal = false;      // row i sees keys j <= i + n - Sq, n = the keys that exist
+  bool deterministic = false;  // identical bits in repeated runs, for any number of threads
 };
 
 // Contiguous, not overlapping any input.
 struct AttentionOutputs {
   TensorView out;  // (B, Sq, H, D), T
   TensorView lse;  // (B, H, Sq), float32 (float64 with float64): log sum exp of the visible scores
+  // Optional (B, H, Sq, 2), lse's dtype: the maximum of each row's scores and the logarithm of its sum apart, in a form
+  // that is the backward's own. Of scores beyond some 1000 one number holds too little of both.
+  TensorView row_stats{};
 };
 
 // What the backward reads beside the forward's inputs.
@@ -62,6 +66,9 @@ struct AttentionCotangents {
   TensorView lse;   // the forward's result, contiguous
   TensorView dout;  // (B, Sq, H, D), T: gradient of the loss by out
   TensorView dlse;  // optional (B, H, Sq), lse's dtype, any strides: gradient of the loss by lse
+  // Optional, the forward's result, contiguous. Without it gradients lose accuracy where scores are large: a rounding
+  // of lse by 0.01 is 1 % of every probability.
+  TensorView row_stats{};
 };
 
 // Contiguous; a view left undefined is not computed.

@@ -91,7 +91,7 @@ def attention_forward(
     is_causal: bool,
     deterministic: bool,
     interval_window: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Calls the operator, by the shortest way that is safe.
 
     Args:
@@ -100,7 +100,8 @@ def attention_forward(
             here if a backward may follow, which then uses it, too; a forward alone is as fast without.
 
     Returns:
-        out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 with float64).
+        out (B, Sq, H, D) in query's dtype, lse (B, H, Sq) in float32 (float64 with float64), and row_stats
+        (B, H, Sq, 2), which is for the backward alone: no gradient flows through it.
     Raises:
         ValueError: a device, shape, dtype or number that semantics.md does not allow.
         RuntimeError: forward-mode differentiation, which does not exist.
@@ -243,14 +244,15 @@ def _forward_shapes(query, key, value, *others_and_options):
         raise ValueError(f"query must have 4 dimensions; got query {tuple(query.shape)}")
     batch, rows, heads, _ = query.shape
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(query.shape), query.new_empty((batch, heads, rows), dtype=lse_dtype)
+    lse = query.new_empty((batch, heads, rows), dtype=lse_dtype)
+    return query.new_empty(query.shape), lse, lse.new_empty((batch, heads, rows, 2))
 
 
 @torch.library.register_fake(_BACKWARD, lib=_registrations)
 def _backward_shapes(
-    dout, dlse, query, key, value, mask, bias, seqlens_k, begin, end, plan, out, lse, *options_and_needs
+    dout, dlse, query, key, value, mask, bias, seqlens_k, begin, end, plan, out, lse, row_stats, *options_and_needs
 ):
-    _check_given(dout=dout, query=query, key=key, value=value, out=out, lse=lse)
+    _check_given(dout=dout, query=query, key=key, value=value, out=out, lse=lse, row_stats=row_stats)
     needs = options_and_needs[-4:]
     if bias is None:
         if needs[3]:
@@ -339,11 +341,12 @@ def _interval_shapes(scores, window_size, seqlen_q, causal, key_mask, seqlens_k)
 def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window = inputs
     ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # without a gradient for lse the backward has less to do
 
 
-def _attention_backward(ctx, dout, dlse):
-    *inputs, out, lse = ctx.saved_tensors
+def _attention_backward(ctx, dout, dlse, _):
+    *inputs, out, lse, row_stats = ctx.saved_tensors
     needs = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
     if dout is None:
         if dlse is None:
@@ -351,7 +354,7 @@ def _attention_backward(ctx, dout, dlse):
         dout = torch.zeros_like(out)
     backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
     options = (ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window)
-    gradients = backward(dout, dlse, *inputs, out, lse, *options, *needs)
+    gradients = backward(dout, dlse, *inputs, out, lse, row_stats, *options, *needs)
     dquery, dkey, dvalue, dbias = (
         gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
     )

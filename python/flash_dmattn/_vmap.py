@@ -55,7 +55,7 @@ def forward_rule(op):
 
     def rule(info, in_dims, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, plan, *options):
         size, batch = info.batch_size, _batch_of(query, in_dims[0])
-        out, lse = op(
+        results = op(
             _fold("query", query, in_dims[0], size),
             _fold("key", key, in_dims[1], size),
             _fold("value", value, in_dims[2], size),
@@ -67,7 +67,7 @@ def forward_rule(op):
             None,
             *options,
         )
-        return (_unfold(out, size), _unfold(lse, size)), (0, 0)
+        return tuple(_unfold(result, size) for result in results), (0, 0, 0)
 
     return rule
 
@@ -76,7 +76,7 @@ def backward_rule(op):
     """The rule for flash_dmattn::attention_backward, in terms of `op` itself."""
 
     def rule(info, in_dims, dout, dlse, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, *rest):
-        plan, out, lse, *options_and_needs = rest
+        plan, out, lse, row_stats, *options_and_needs = rest
         size, batch = info.batch_size, _batch_of(query, in_dims[2])
         *_, needs_dbias = needs = options_and_needs[-4:]
         folded_bias = bias if bias is None else _leading(bias, in_dims[6], size)
@@ -100,6 +100,7 @@ def backward_rule(op):
             None,
             _fold("out", out, in_dims[11], size),
             _fold("lse", lse, in_dims[12], size),
+            _fold("row_stats", row_stats, in_dims[13], size),
             *options_and_needs,
         )
         *gradients, dbias = gradients

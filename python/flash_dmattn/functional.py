@@ -65,7 +65,7 @@ def attention(
     plan = plan_of(mask, is_causal, seqlens_k)
     mask, begin, end, window = split_mask(mask, query.shape, key.shape, is_causal)
     tensors = (query, key, value, mask, bias, seqlens_k, begin, end, plan)
-    out, lse = _library.attention_forward(*tensors, *options, window)
+    out, lse, _ = _library.attention_forward(*tensors, *options, window)
     return (out, lse) if return_lse else out
 
 
@@ -135,7 +135,7 @@ def dynamic_mask_attention(
     scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k)
     begin, end = _library.select_keys(scores, window_size, query.shape[1], selection == "causal", key_mask, seqlens_k)
     tensors = (query, key, value, None, key_bias, seqlens_k, begin, end, None)
-    out, lse = _library.attention_forward(*tensors, *options, window_size)
+    out, lse, _ = _library.attention_forward(*tensors, *options, window_size)
     return (out, lse) if return_lse else out
 
 

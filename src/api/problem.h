@@ -61,14 +61,16 @@ struct AttentionProblem {
 };
 
 struct ForwardProblem : AttentionProblem {
-  TokenView out;        // contiguous
-  void* lse = nullptr;  // (B, H, Sq) contiguous
+  TokenView out;              // contiguous
+  void* lse = nullptr;        // (B, H, Sq) contiguous
+  void* row_stats = nullptr;  // (B, H, Sq, 2) contiguous; null: not wanted
 };
 
 struct BackwardProblem : AttentionProblem {
   TokenView out, dout;
-  const void* lse = nullptr;   // (B, H, Sq) contiguous
-  const void* dlse = nullptr;  // (B, H, Sq) or null
+  const void* lse = nullptr;        // (B, H, Sq) contiguous
+  const void* row_stats = nullptr;  // (B, H, Sq, 2) contiguous; null: lse has to do
+  const void* dlse = nullptr;       // (B, H, Sq) or null
   std::int64_t dlse_batch_stride = 0, dlse_head_stride = 0, dlse_row_stride = 0;
   TokenView dquery, dkey, dvalue;  // contiguous; data null: not asked for
   BroadcastView dbias;             // contiguous in the bias's own shape; data null: not asked for

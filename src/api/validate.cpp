@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <sstream>
 #include <string>
 
 #include "api/check_tensor.h"
@@ -85,12 +86,25 @@ bool finite_in(DType dtype, double number) {
   return std::isfinite(number) && (dtype == DType::kFloat64 || std::fabs(number) <= FLT_MAX);
 }
 
+std::string show_number(const char* name, double value) {
+  std::ostringstream text;
+  text << name << ' ' << value;
+  return text.str();
+}
+
 Status check_options(const AttentionOptions& options, DType dtype) {
   if (options.scale && !finite_in(dtype, *options.scale)) {
-    return Status::invalid("scale", "must be finite", "scale " + std::to_string(*options.scale));
+    return Status::invalid("scale", "must be finite", show_number("scale", *options.scale));
   }
   if (!finite_in(dtype, options.softcap) || options.softcap < 0) {
-    return Status::invalid("softcap", "must be finite and not negative", "softcap " + std::to_string(options.softcap));
+    return Status::invalid("softcap", "must be finite and not negative", show_number("softcap", options.softcap));
+  }
+  // Beyond these its inverse, or products with it, would not be numbers of single precision.
+  constexpr double kLeastSoftcap = 1e-30, kMostSoftcap = 1e30;
+  if (dtype != DType::kFloat64 && options.softcap != 0 &&
+      (options.softcap < kLeastSoftcap || options.softcap > kMostSoftcap)) {
+    return Status::invalid("softcap", "must be 0 or between 1e-30 and 1e30, but in float64",
+                           show_number("softcap", options.softcap));
   }
   return {};
 }
@@ -202,6 +216,11 @@ Expected lse_like(const char* name, const TensorView& view, const AttentionProbl
   return {name, &view, lse_dtype(p.dtype), "(B, H, Sq)", 3, {p.batch, p.heads, p.rows}, layout};
 }
 
+Expected row_stats_like(const TensorView& view, const AttentionProblem& p) {
+  return {"row_stats",        &view, lse_dtype(p.dtype), "(B, H, Sq, 2)", 4, {p.batch, p.heads, p.rows, 2},
+          Layout::kContiguous};
+}
+
 Status read_bias_gradient(const TensorView& dbias, const TensorView& bias, BackwardProblem* problem) {
   if (dbias.rank == 0) return {};
   if (bias.rank == 0) return Status::invalid("dbias", "needs a bias", show("dbias", dbias) + ", no bias");
@@ -273,7 +292,9 @@ Status make_forward_problem(const AttentionInputs& inputs, const AttentionOption
   if (!status.ok()) return status;
   problem->out = token_view(outputs.out);
   problem->lse = outputs.lse.data;
-  return {};
+  if (outputs.row_stats.rank == 0) return {};
+  problem->row_stats = outputs.row_stats.data;
+  return check_expected(row_stats_like(outputs.row_stats, *problem));
 }
 
 Status make_backward_problem(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
@@ -288,6 +309,10 @@ Status make_backward_problem(const AttentionInputs& inputs, const AttentionCotan
   problem->out = token_view(cotangents.out);
   problem->lse = cotangents.lse.data;
   problem->dout = token_view(cotangents.dout);
+  if (const TensorView& stats = cotangents.row_stats; stats.rank != 0) {
+    if (status = check_expected(row_stats_like(stats, *problem)); !status.ok()) return status;
+    problem->row_stats = stats.data;
+  }
   if (const TensorView& dlse = cotangents.dlse; dlse.rank != 0) {
     if (status = check_expected(lse_like("dlse", dlse, *problem, Layout::kAny)); !status.ok()) return status;
     problem->dlse = dlse.data;

@@ -142,13 +142,22 @@ void for_each_row(const AttentionProblem& p, int max_workers, Executor& executor
   }
 }
 
+void store_stats(const ForwardProblem& p, std::int64_t index, double max, double log_sum) {
+  if (p.row_stats == nullptr) return;
+  auto* stats = static_cast<double*>(p.row_stats) + 2 * index;
+  stats[0] = max;
+  stats[1] = log_sum;
+}
+
 void forward_row(const ForwardProblem& p, std::int64_t b, std::int64_t h, std::int64_t row, const VisibleRow& seen) {
   double* out = token(p.out, b, row, h);
-  double& lse = static_cast<double*>(p.lse)[(b * p.heads + h) * p.rows + row];
+  const std::int64_t index = (b * p.heads + h) * p.rows + row;
+  double& lse = static_cast<double*>(p.lse)[index];
   const double max = seen.max_score();
   if (!std::isfinite(max)) {  // nothing to see, or a score that breaks the row
     std::fill_n(out, p.head_dim, max == -kInfinity ? 0.0 : kNaN);
     lse = max;
+    store_stats(p, index, max, 0);
     return;
   }
   double sum = 0;
@@ -159,13 +168,18 @@ void forward_row(const ForwardProblem& p, std::int64_t b, std::int64_t h, std::i
     add_scaled(weight, token(p.value, b, seen.key(i), h / p.group()), p.head_dim, out);
   }
   for (std::int64_t d = 0; d < p.head_dim; ++d) out[d] /= sum;
-  lse = max + std::log(sum);
+  const double log_sum = std::log(sum);
+  lse = max + log_sum;
+  store_stats(p, index, max, log_sum);
 }
 
 // The bias gradient of a row's scores goes to `dbias` when it is not null.
 void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std::int64_t row, const VisibleRow& seen,
                   double* dbias) {
-  const double lse = static_cast<const double*>(p.lse)[(b * p.heads + h) * p.rows + row];
+  const std::int64_t index = (b * p.heads + h) * p.rows + row;
+  const double lse = static_cast<const double*>(p.lse)[index];
+  const auto* stats = static_cast<const double*>(p.row_stats);
+  const double max = stats == nullptr ? lse : stats[2 * index], log_sum = stats == nullptr ? 0 : stats[2 * index + 1];
   if (lse == -kInfinity) return;  // sees nothing, so its query and dout may hold anything
   const double* query = token(p.query, b, row, h);
   const double* dout = token(p.dout, b, row, h);
@@ -177,7 +191,7 @@ void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std:
   const std::int64_t key_head = h / p.group();
   for (std::size_t i = 0; i < seen.size(); ++i) {
     const std::int64_t j = seen.key(i);
-    const double probability = std::isfinite(lse) ? std::exp(seen.score(i) - lse) : kNaN;
+    const double probability = std::isfinite(lse) ? std::exp(seen.score(i) - max - log_sum) : kNaN;
     const double dscore = probability * (dot(dout, token(p.value, b, j, key_head), p.head_dim) - delta);
     const double dproduct = p.scale * seen.slope(i) * dscore;
     if (p.dvalue.defined()) add_scaled(probability, dout, p.head_dim, token(p.dvalue, b, j, key_head));

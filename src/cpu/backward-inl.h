@@ -1,5 +1,6 @@
 // The backward, by the formulas of Dao et al. 2022 (FlashAttention, appendix B), over the same plans as the
-// forward: P = e^(score - lse), dS = P (dO V^T - delta), delta = rowsum(dO * O) - dlse.
+// forward: P = e^(score - lse), dS = P (dO V^T - delta), delta = rowsum(dO * O) - dlse. Of lse the row's maximum and
+// the logarithm of its sum are subtracted one after the other: where scores are large their sum would lose the second.
 #pragma once
 
 #include "cpu/bias_gradient-inl.h"
@@ -34,7 +35,8 @@ class BackwardUnit {
     const int block_keys = static_cast<int>(problem.keys < kKeyBlock ? round_up(problem.keys, kKeyTile) : kKeyBlock);
     queries_ = arena_.take<Packed>(Products::left_size(rows, head_dim_));
     key_columns_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
-    lse_ = arena_.take<float>(static_cast<std::size_t>(rows));
+    maxima_ = arena_.take<float>(static_cast<std::size_t>(rows));
+    log_sums_ = arena_.take<float>(static_cast<std::size_t>(rows));
     delta_ = arena_.take<float>(static_cast<std::size_t>(rows));
     present_ = arena_.take<std::uint8_t>(static_cast<std::size_t>(rows));
     scores_ = arena_.take<float>(kBackwardRowTile * kScoreStride);
@@ -187,10 +189,12 @@ class BackwardUnit {
   // Packs the chunk's rows of one head and what the softmax's derivative needs of them.
   void begin_rows(const ChunkPlan& plan, std::int64_t batch, std::int64_t head, int h) {
     const int at = h * padded_rows_;
-    const auto* lse =
-        static_cast<const float*>(problem_.lse) + (batch * problem_.heads + head) * problem_.rows + plan.row_begin;
+    const std::int64_t first = (batch * problem_.heads + head) * problem_.rows + plan.row_begin;
+    const auto* lse = static_cast<const float*>(problem_.lse) + first;
+    const auto* stats = static_cast<const float*>(problem_.row_stats);
     for (int row = 0; row < plan.rows; ++row) {
-      lse_[at + row] = lse[row];
+      maxima_[at + row] = stats == nullptr ? lse[row] : stats[2 * (first + row)];
+      log_sums_[at + row] = stats == nullptr ? 0.0f : stats[2 * (first + row) + 1];
       // A row that sees nothing touches no gradient, whatever its query and dout hold.
       present_[at + row] = lse[row] != kMinusInfinity;
     }
@@ -288,8 +292,10 @@ class BackwardUnit {
   // Products become probabilities, and their gradients d loss / d product / scale, in place.
   HWY_INLINE void differentiate_row(const ChunkPlan& plan, int row, int at, const TileClass* classes, int key_tiles,
                                     int first, const BiasReader<T>& bias, float* scores, float* gradients) {
-    RowTerms terms = {rule_.is_linear() ? rule_.scale : 1.0f, lse_[at], need_score_gradient_ ? delta_[at] : 0.0f,
-                      nullptr};
+    const bool scales_first = rule_.is_plain(bias.defined()) && is_large(maxima_[at]);
+    if (scales_first) rule_.scale_products(classes, key_tiles, scores);
+    RowTerms terms = {rule_.is_linear() && !scales_first ? rule_.scale : 1.0f, maxima_[at], log_sums_[at],
+                      need_score_gradient_ ? delta_[at] : 0.0f, nullptr};
     const bool bent = dbias_.wanted() || rule_.softcap > 0.0f;
     for (int tile = 0; tile < key_tiles; ++tile) {
       if (classes[tile] == TileClass::kEmpty) continue;
@@ -330,7 +336,7 @@ class BackwardUnit {
 
   // score = factor * (what is stored of it) + bias, if there is one.
   struct RowTerms {
-    float factor, lse, delta;
+    float factor, maximum, log_sum, delta;
     const float* bias;
   };
 
@@ -339,13 +345,16 @@ class BackwardUnit {
   template <typename Use>
   static HWY_INLINE void differentiate_tile(const RowTerms& terms, std::uint64_t visible, float* scores,
                                             const float* gradients, int in_block, Use use) {
-    const Vec factor = hn::Set(kFloats, terms.factor), offset = hn::Set(kFloats, -terms.lse);
-    const Vec delta = hn::Set(kFloats, terms.delta);
+    const Vec factor = hn::Set(kFloats, terms.factor), maximum = hn::Set(kFloats, terms.maximum);
+    const Vec log_sum = hn::Set(kFloats, terms.log_sum), delta = hn::Set(kFloats, terms.delta);
     const auto vector_at = [&](int key, auto select) HWY_ATTR {
-      Vec shift = offset;
-      if (terms.bias != nullptr) shift = hn::Add(hn::LoadU(kFloats, terms.bias + key - in_block), offset);
-      const Vec shifted = hn::MulAdd(hn::Load(kFloats, scores + key), factor, shift);
-      const Vec p = select(exponential<Products::kExpDegree>(shifted));
+      const Vec stored = hn::Load(kFloats, scores + key);
+      // With a bias the score is rounded first, as by the forward.
+      const Vec distance =
+          terms.bias != nullptr
+              ? hn::Sub(hn::MulAdd(stored, factor, hn::LoadU(kFloats, terms.bias + key - in_block)), maximum)
+              : hn::MulSub(stored, factor, maximum);
+      const Vec p = select(exponential<Products::kExpDegree>(hn::Sub(distance, log_sum)));
       if (gradients != nullptr) use(select(hn::Mul(p, hn::Sub(hn::Load(kFloats, gradients + key), delta))), key);
       Products::store_probabilities(p, scores, key);
     };
@@ -371,7 +380,7 @@ class BackwardUnit {
   AttentionCounters* counters_ = nullptr;
   // The chunk's rows, packed once.
   Packed *queries_ = nullptr, *douts_ = nullptr, *query_rows_ = nullptr, *dout_rows_ = nullptr;
-  float *lse_ = nullptr, *delta_ = nullptr, *dquery_ = nullptr;
+  float *maxima_ = nullptr, *log_sums_ = nullptr, *delta_ = nullptr, *dquery_ = nullptr;
   std::uint8_t* present_ = nullptr;
   // One block of listed keys.
   Packed *key_columns_ = nullptr, *value_columns_ = nullptr, *key_depth_ = nullptr;

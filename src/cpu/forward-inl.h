@@ -115,8 +115,11 @@ class ForwardUnit {
       raise_maximum(plan, row_begin + row, classes, key_tiles, first, bias, scores_ + row * kScoreStride,
                     &maxima_[at + row], &sums_[at + row], out + static_cast<std::int64_t>(row) * out_stride_);
     }
-    const float factor = rule_.is_plain(bias.defined()) ? rule_.scale : 1.0f;
+    const bool plain = rule_.is_plain(bias.defined());
     for (int row = 0; row < rows; ++row) {
+      const bool scales_first = plain && is_large(maxima_[at + row]);
+      if (scales_first) rule_.scale_products(classes, key_tiles, scores_ + row * kScoreStride);
+      const float factor = plain && !scales_first ? rule_.scale : 1.0f;
       exponentiate(classes, key_tiles, factor, maxima_[at + row], scores_ + row * kScoreStride, &sums_[at + row]);
     }
     for_each_run(classes, key_tiles, [&](int begin, int end) {
@@ -206,7 +209,9 @@ class ForwardUnit {
   void finish(const ChunkPlan& plan, std::int64_t batch, std::int64_t head, int h) {
     const ForwardProblem& problem = *problem_;
     T* out = head_tokens<T>(problem.out, batch, head);
-    float* lse = static_cast<float*>(problem.lse) + (batch * problem.heads + head) * problem.rows + plan.row_begin;
+    const std::int64_t first = (batch * problem.heads + head) * problem.rows + plan.row_begin;
+    float* lse = static_cast<float*>(problem.lse) + first;
+    float* stats = problem.row_stats == nullptr ? nullptr : static_cast<float*>(problem.row_stats) + 2 * first;
     for (int row = 0; row < plan.rows; ++row) {
       const int at = h * padded_rows_ + row;
       T* to = out + (plan.row_begin + row) * problem.out.token_stride;
@@ -214,10 +219,13 @@ class ForwardUnit {
       if (sums_[at] == 0.0f) {
         std::memset(to, 0, static_cast<std::size_t>(head_dim_) * sizeof(T));
         lse[row] = kMinusInfinity;
+        if (stats != nullptr) stats[2 * row] = kMinusInfinity, stats[2 * row + 1] = 0.0f;
         continue;
       }
       store_row(out_ + static_cast<std::int64_t>(at) * out_stride_, 1.0f / sums_[at], head_dim_, to);
-      lse[row] = maxima_[at] + std::log(sums_[at]);
+      const float log_sum = std::log(sums_[at]);
+      lse[row] = maxima_[at] + log_sum;
+      if (stats != nullptr) stats[2 * row] = maxima_[at], stats[2 * row + 1] = log_sum;
     }
   }
 

@@ -81,6 +81,12 @@ class BiasReader {
   int block_first_ = 0;
 };
 
+// A row's scores are large if its maximum is. As a rule one fused operation scales a product and subtracts the
+// maximum, exactly; but that maximum is rounded, so that where scores are large the highest would be far from 0. There
+// products are rounded to scores first, by forward and backward alike.
+constexpr float kLargeScore = 1024.0f;
+HWY_INLINE bool is_large(float score) { return __builtin_fabsf(score) >= kLargeScore && __builtin_isfinite(score); }
+
 // score = softcap(scale * product) + bias.
 struct ScoreRule {
   float scale = 1.0f;
@@ -93,6 +99,17 @@ struct ScoreRule {
   bool is_linear() const { return softcap == 0.0f && scale > 0.0f; }
   // Without a bias too, scaling can wait until the exponential.
   bool is_plain(bool has_bias) const { return is_linear() && !has_bias; }
+
+  // Products of a plain rule to scores, in place, for rows whose scores are large.
+  HWY_INLINE void scale_products(const TileClass* classes, int key_tiles, float* products) const {
+    const Vec factor = hn::Set(kFloats, scale);
+    for (int tile = 0; tile < key_tiles; ++tile) {
+      if (classes[tile] == TileClass::kEmpty) continue;
+      for (int key = tile * kKeyTile; key < (tile + 1) * kKeyTile; key += kLanes) {
+        hn::Store(hn::Mul(hn::Load(kFloats, products + key), factor), kFloats, products + key);
+      }
+    }
+  }
 
   // A tile's products to scores, in place. `bias` may be null. `slopes` (optional) receives
   // d score / d (scale * product) if there is a softcap.

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 
 #include "api/log.h"
 #include "cuda/decode/decode.h"
@@ -38,16 +39,21 @@ bool is_aligned(const TokenView& tokens) {
 
 ScoreRule score_rule_of(const AttentionProblem& problem) {
   ScoreRule rule;
-  const double scale_log2 = problem.scale * kLog2E;
-  rule.scale_log2 = static_cast<float>(scale_log2);
+  rule.scale = static_cast<float>(problem.scale);
   if (problem.softcap > 0) {
-    rule.softcap_log2 = static_cast<float>(problem.softcap * kLog2E);
-    rule.inverse_softcap_log2 = static_cast<float>(1 / (problem.softcap * kLog2E));
-    rule.inner_scale = static_cast<float>(2 * scale_log2 / problem.softcap);
+    constexpr double kMost = std::numeric_limits<float>::max();  // 0 times infinity would be NaN
+    rule.softcap = static_cast<float>(problem.softcap);
+    rule.inverse_softcap = static_cast<float>(1 / problem.softcap);
+    rule.inner_scale = static_cast<float>(std::clamp(2 * kLog2E * problem.scale / problem.softcap, -kMost, kMost));
   }
-  // With a scale of 0, or rounded to 0, the hidden scores' -inf would become NaN inside the exponent.
-  rule.transforms = problem.softcap > 0 || problem.bias.defined() || rule.scale_log2 <= 0;
-  rule.multiplier = rule.transforms ? 1.0f : rule.scale_log2;
+  // Inside the exponent a scale that is not positive would turn the hidden scores' -inf around or into NaN, and one
+  // whose inverse is not a usual number would be of no use where scores are large.
+  const bool usual_scale = problem.scale > 0x1p-64 && problem.scale < 0x1p64;
+  rule.transforms = problem.softcap > 0 || problem.bias.defined() || !usual_scale;
+  rule.multiplier = static_cast<float>(rule.transforms ? kLog2E : problem.scale * kLog2E);
+  rule.half_multiplier = rule.multiplier / 2;
+  rule.inverse_half = 1 / rule.half_multiplier;
+  rule.natural = rule.transforms ? 1.0f : rule.scale;
   return rule;
 }
 
@@ -65,7 +71,6 @@ void fill(const AttentionProblem& problem, const PreparedVisibility& prepared, A
   params->key_heads = static_cast<std::int32_t>(problem.key_heads);
   params->head_dim = static_cast<std::int32_t>(problem.head_dim);
   params->group = static_cast<std::int32_t>(problem.group());
-  params->scale = static_cast<float>(problem.scale);
   params->score = score_rule_of(problem);
   params->aligned =
       problem.head_dim % 8 == 0 && is_aligned(problem.query) && is_aligned(problem.key) && is_aligned(problem.value);
@@ -188,6 +193,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const PreparedVis
   fill(problem, prepared, &params);
   params.dout = problem.dout;
   params.row_facts = scratch.row_facts;
+  params.row_stats = static_cast<const RowStats*>(problem.row_stats);
   params.row_tile = backward_tiles(params.head_dim, params.shared_limit).rows;
   params.dquery_sums = scratch.dquery_sums;
   params.dquery = problem.dquery;
@@ -358,6 +364,7 @@ Status forward(const ForwardProblem& problem, void* workspace, void* stream_hand
   fill(problem, prepared, &params);
   params.out = problem.out;
   params.lse = static_cast<float*>(problem.lse);
+  params.row_stats = static_cast<RowStats*>(problem.row_stats);
   params.aligned = params.aligned && is_aligned(problem.out);
   if (decodes) {
     log_call("forward", problem, "few rows: keys split among blocks");

@@ -18,17 +18,28 @@ constexpr std::size_t kLeastSharedBytes = 99 * 1024;
 constexpr std::size_t kWideSharedBytes = 227 * 1024;
 constexpr bool is_narrow(std::size_t shared_limit) { return shared_limit < kWideSharedBytes; }
 
-// How scores are made from products, in units of log2, so that exp2 suffices.
+// How scores are made from products.
 struct ScoreRule {
-  // Whether the score is more than scale_log2 * product with a positive scale: softcap, bias or a negative scale. Else
-  // the scale is applied inside the exponent only.
+  // Whether scores are made before the softmax: with a softcap, a bias, or a scale that is not positive or of unusual
+  // size. Else the products stand for them, and the scale is applied inside the exponent only.
   bool transforms = false;
-  float multiplier = 1;            // inside the exponent: scale_log2, or 1 if `transforms`
-  float scale_log2 = 1;            // scale * log2(e)
-  float softcap_log2 = 0;          // softcap * log2(e), 0: none
-  float inverse_softcap_log2 = 0;  // 1 / softcap_log2, 0: none
-  float inner_scale = 0;           // 2 * log2(e) * scale / softcap: tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1)
+  float multiplier = 1;  // inside the exponent, of base 2: log2(e), or scale * log2(e) if products stand there
+  // Half of the multiplier, and the inverse of that: products with large scores then stay in float's range.
+  float half_multiplier = 0.5f, inverse_half = 2;
+  float natural = 1;  // what turns that which stands for a score into the score: 1, or scale
+  float scale = 1;
+  float softcap = 0;          // 0: none
+  float inverse_softcap = 0;  // 1 / softcap, 0: none
+  float inner_scale = 0;      // 2 * log2(e) * scale / softcap: tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1)
 };
+
+// A row's lse, in units of log2, is large from here on: rounding it to one number changes the row's probabilities by
+// more than 2^-14, a quarter of what rounding them to float16 does. The backward then computes from RowStats
+// (large_rows.cuh).
+constexpr float kLargeScore = 1024;
+// A row's maximum, likewise, is huge from here on: relative to its rounding probabilities may leave float's range. The
+// forward then starts again, with exponents that are made in more steps (softmax.cuh).
+constexpr float kHugeScore = 0x1p26f;
 
 // The last `count` blocks of a launch, in the order in which they start (portable/block_order.cuh).
 constexpr int kMostOrderedBlocks = 1024;
@@ -43,7 +54,6 @@ struct AttentionParams {
   bool bias_by_row = false;     // it has, or its gradient has, rows of its own
   std::int32_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0, head_dim = 0;
   std::int32_t group = 1;  // query heads of a key head
-  float scale = 1;
   ScoreRule score;
   // Every row of query, key, value (and out, dout) is whole pieces of 16 aligned bytes. Else they are read by element.
   bool aligned = false;
@@ -57,13 +67,19 @@ struct AttentionParams {
   BroadcastView mask;
 };
 
+// Of a row of which lse may be too coarse: x is its maximum, of that which stands for scores (ScoreRule), y the natural
+// logarithm of the sum of its probabilities relative to that maximum.
+using RowStats = float2;
+
 struct ForwardParams : AttentionParams {
-  TokenView out;         // (B, Sq, H, D) contiguous
-  float* lse = nullptr;  // (B, H, Sq) contiguous
+  TokenView out;                  // (B, Sq, H, D) contiguous
+  float* lse = nullptr;           // (B, H, Sq) contiguous
+  RowStats* row_stats = nullptr;  // likewise; null: not wanted
 };
 
 // What the backward knows of a row: x is its lse in units of log2, +inf for a row that sees no key or does not exist,
-// so that its probabilities come out as 0; y is delta, the sum over D of dout * out, less dlse (0 for such rows).
+// so that its probabilities come out as 0, and kLargeRow where the lse is large (large_rows.cuh); y is delta, the sum
+// over D of dout * out, less dlse (0 for a row without keys).
 using RowFacts = float2;
 
 // Gradients are added up in fp32 and rounded afterwards, except where a block alone owns a result. A mode that repeats
@@ -74,6 +90,7 @@ using RowFacts = float2;
 struct BackwardParams : AttentionParams {
   TokenView dout;
   const RowFacts* row_facts = nullptr;  // (B, H, Sq rounded up to whole tiles of row_tile rows)
+  const RowStats* row_stats = nullptr;  // (B, H, Sq) contiguous, read where lse is large; null: none is treated as that
   std::int32_t row_tile = 0;
   float* dquery_sums = nullptr;  // (B, H, row tiles, tile in the order of the kernel's registers); null: not wanted
   TokenView dquery;              // contiguous, for query_backward.cuh; data null: not wanted

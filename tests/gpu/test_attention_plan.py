@@ -58,9 +58,10 @@ def both_directions(case: Case, hidden: tuple, plan: Tensor | None) -> dict[str,
     mask, seqlens_k, begin, end, is_causal, interval_window = (*hidden, 0)[:6]
     tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, plan)
     options = (None, 0.0, is_causal, True, interval_window)
-    out, lse = FORWARD(*tensors, *options)
-    gradients = BACKWARD(case.dout, None, *tensors, out, lse, *options, True, True, True, True)
-    return dict(zip(("out", "lse", "dquery", "dkey", "dvalue", "dbias"), (out, lse, *gradients), strict=True))
+    results = FORWARD(*tensors, *options)
+    gradients = BACKWARD(case.dout, None, *tensors, *results, *options, True, True, True, True)
+    names = ("out", "lse", "row_stats", "dquery", "dkey", "dvalue", "dbias")
+    return dict(zip(names, (*results, *gradients), strict=True))
 
 
 def plan_of(case: Case, hidden: tuple) -> Tensor:
@@ -121,7 +122,7 @@ def test_few_rows(rows: int) -> None:
     expected = both_directions(case, hidden, None)
     assert_same_bits(expected, both_directions(case, hidden, plan))
     tensors = (case.query, case.key, case.value, hidden[0], case.bias, None, None, None)
-    out, _ = FORWARD(*tensors, torch.full_like(plan, 255), None, 0.0, True, True)
+    out, *_ = FORWARD(*tensors, torch.full_like(plan, 255), None, 0.0, True, True)
     assert torch.equal(out, expected["out"])
 
 
@@ -135,11 +136,11 @@ def test_nothing_is_planned_again(name: str) -> None:
 
     def peaks(given: Tensor | None) -> list[int]:
         tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, given)
-        out, lse = FORWARD(*tensors, *options)
+        results = FORWARD(*tensors, *options)
         counted = []
         for call in (
             lambda: FORWARD(*tensors, *options),
-            lambda: BACKWARD(case.dout, None, *tensors, out, lse, *options, True, True, True, True),
+            lambda: BACKWARD(case.dout, None, *tensors, *results, *options, True, True, True, True),
         ):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_stats()["requested_bytes.all.current"]

@@ -61,7 +61,8 @@ def assert_close_to_oracle(
     # Where the framework itself overflowed it measures nothing.
     allowed = 2 * (yardstick[finite].double() - value).abs().where(yardstick[finite].isfinite(), 0.0)
     share = max(_FLOOR[dtype] * torch.finfo(dtype).eps, torch.finfo(got.dtype).eps / 2)  # or the result's own rounding
-    floor = share * magnitude + slack
+    subnormal = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
+    floor = share * magnitude + slack + subnormal / 2
     if few_elements:
         floor += min(torch.finfo(torch.float32).eps, share) * expected.exponent[finite]
 
@@ -78,11 +79,13 @@ def assert_close_to_oracle(
     )
 
 
-def assert_case_close(case: Case, got: dict[str, Tensor], *, few_elements: bool = False) -> None:
-    """Every result in `got` ("out", "lse", "dquery", ...) meets the bar."""
+def assert_case_close(
+    case: Case, got: dict[str, Tensor], *, few_elements: bool = False, score_dtype: torch.dtype = torch.float64
+) -> None:
+    """Every result in `got` ("out", "lse", "dquery", ...) meets the bar. `score_dtype`: of `oracle.reference`."""
     dtype = case.query.dtype
     with _one_thread():  # on tensors this small more threads cost more than they bring
-        expected = reference(case)
+        expected = reference(case, score_dtype)
         yardstick = framework(case, dtype)
         if dtype != torch.float64:
             # lse is fp32 whatever the inputs are, so it is measured against a framework that computes in fp32.

@@ -99,8 +99,12 @@ def weighted_sum(weights: Tensor, vectors: Tensor, visible: Tensor) -> Tensor:
     return (weights[..., None] * vectors[..., None, :, :]).where(visible[..., None], 0.0).sum(-2)
 
 
-def reference(case: Case) -> dict[str, Expected]:
-    """out, lse and the gradients dquery, dkey, dvalue (and dbias, if there is a bias) of `case`."""
+def reference(case: Case, score_dtype: torch.dtype = torch.float64) -> dict[str, Expected]:
+    """out, lse and the gradients dquery, dkey, dvalue (and dbias, if there is a bias) of `case`.
+
+    Every score is rounded to `score_dtype`, once. Where scores are so large that what they differ by is lost in that
+    rounding, float32 says what the operation is to make of them.
+    """
     batch, heads, key_heads, rows, keys = case.sizes
     group = heads // key_heads if key_heads else 1
     softcap, scale = case.options.get("softcap", 0.0), case.scale
@@ -123,7 +127,7 @@ def reference(case: Case) -> dict[str, Expected]:
         score = softcap * torch.tanh(score / softcap)
     if case.bias is not None:
         score = score + broadcast(case.bias.double(), case)
-    score = score.where(visible, -math.inf)
+    score = score.to(score_dtype).double().where(visible, -math.inf)
 
     # A row is empty (nothing seen, or only -inf), broken (it sees a score of +inf or NaN) or sound.
     highest = score.amax(-1, keepdim=True) if keys else torch.full((batch, heads, rows, 1), -math.inf).double()

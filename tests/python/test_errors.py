@@ -210,6 +210,8 @@ BACKWARD_ERRORS = {
     "plan alignment": (10, torch.zeros(65).byte()[1:], "plan must be aligned to 64 bytes; got plan unaligned"),
     "out shape": (11, torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
     "lse shape": (12, torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
+    "row_stats shape": (13, torch.zeros(2, 4, 3), "row_stats must have 4 dimensions; got row_stats (2, 4, 3)"),
+    "row_stats dtype": (13, torch.zeros(2, 4, 3, 2).half(), "row_stats must be float32; got row_stats float16"),
     "key shape": (3, torch.zeros(2, 5, 2, 4), "key must have query's head dim"),
 }
 
@@ -218,8 +220,8 @@ BACKWARD_ERRORS = {
 def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, message: str) -> None:
     query, key, value = inputs().values()
     options = (None, 0.0, False, False)
-    out, lse = FORWARD(query, key, value, *(None,) * 6, *options)
-    arguments = [torch.zeros_like(out), None, query, key, value, *(None,) * 6, out, lse, *options, 0]
+    results = FORWARD(query, key, value, *(None,) * 6, *options)
+    arguments = [torch.zeros_like(results[0]), None, query, key, value, *(None,) * 6, *results, *options, 0]
     arguments[position] = tensor
     with pytest.raises(ValueError, match=re.escape(message)):
         BACKWARD(*arguments, True, True, True, False)
@@ -327,10 +329,11 @@ SOUND_BACKWARD = (
         "dlse": st.one_of(st.none(), right((2, 4, 3))),
         "out": right((2, 3, 4, 8)),
         "lse": right((2, 4, 3)),
+        "row_stats": right((2, 4, 3, 2)),
     }
 )
 GARBAGE_BACKWARD = GARBAGE | {
-    name: tensors() for name in ("interval_begin", "interval_end", "plan", "dout", "dlse", "out", "lse")
+    name: tensors() for name in ("interval_begin", "interval_end", "plan", "dout", "dlse", "out", "lse", "row_stats")
 }
 
 

@@ -4,18 +4,14 @@
 #include <cstdint>
 
 #include "cuda/decode/config.h"
-#include "cuda/portable/scores.cuh"
+#include "cuda/portable/softmax.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
-// What is known of a row: x its highest score in units of log2, y the sum of its probabilities relative to that.
-__device__ inline float weight_of(float highest, float total_highest) {
-  return exp2_fast(highest - (total_highest == -INFINITY ? 0.0f : total_highest));
-}
-
-__device__ inline float lse_of(float2 total) {
-  const bool empty = total.x == -INFINITY && total.y == 0;
-  return empty ? -INFINITY : kLn2 * (total.x + log2f(total.y));
+// What is known of a row: x its highest score (of that which stands for one), y the sum of its probabilities relative
+// to that. The weight of a part among others of which one has the highest.
+__device__ inline float weight_of(const ScoreRule& rule, float highest, float total_highest) {
+  return highest == -INFINITY ? 0.0f : exp2_fast(2 * HalfProduct(rule, total_highest).distance(rule, highest));
 }
 
 __device__ inline float inverse_sum(float2 total) {
@@ -40,7 +36,8 @@ struct PartialRow {
   float sums[kColumns] = {};
 
   // Adds parts first, first + step, ... below `count`, those of a batch read at the same time.
-  __device__ void add(const float2* part_facts, const float* part_sums, int pitch, int first, int count, int step) {
+  __device__ void add(const ScoreRule& rule, const float2* part_facts, const float* part_sums, int pitch, int first,
+                      int count, int step) {
     constexpr int kBatch = 4;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (; first < count; first += kBatch * step) {
@@ -62,13 +59,13 @@ struct PartialRow {
       float highest = facts.x;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) highest = fmaxf(highest, part[i].x);
-      const float rescale = weight_of(facts.x, highest);
+      const float rescale = weight_of(rule, facts.x, highest);
       facts = make_float2(highest, facts.y * rescale);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) sums[j] *= rescale;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const float weight = weight_of(part[i].x, highest);
+        const float weight = weight_of(rule, part[i].x, highest);
         facts.y += part[i].y * weight;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) sums[j] += part_sum[i][j] * weight;
@@ -85,15 +82,15 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   const auto place = static_cast<std::int64_t>(blockIdx.x);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   PartialRow<kHeadDim> own;
-  own.add(params.partial_facts + place * params.splits, params.partial_sums + place * params.splits * kHeadDim,
-          kHeadDim, warp, params.splits, kCombineWarps);
+  own.add(params.score, params.partial_facts + place * params.splits,
+          params.partial_sums + place * params.splits * kHeadDim, kHeadDim, warp, params.splits, kCombineWarps);
 #pragma unroll
   for (int j = 0; j < own.kColumns; ++j) warp_sums[warp][j * 32 + lane] = own.sums[j];
   if (lane == 0) warp_facts[warp] = own.facts;
   __syncthreads();
   if (warp != 0) return;
   PartialRow<kHeadDim> total;
-  total.add(warp_facts, warp_sums[0], kHeadDim, 0, kCombineWarps, 1);
+  total.add(params.score, warp_facts, warp_sums[0], kHeadDim, 0, kCombineWarps, 1);
   const int row = static_cast<int>(place % params.rows);
   const int head = static_cast<int>(place / params.rows % params.heads);
   const int batch = static_cast<int>(place / params.rows / params.heads);
@@ -101,7 +98,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   for (int j = 0; j < total.kColumns; ++j) {
     store_result<Element>(params, batch, head, row, j * 32 + lane, total.sums[j] * inverse_sum(total.facts));
   }
-  if (lane == 0) params.lse[place] = lse_of(total.facts);
+  if (lane == 0) store_row_facts(params, place, total.facts.x, total.facts.y);
 }
 
 }  // namespace flash_dmattn::internal::cuda

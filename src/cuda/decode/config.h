@@ -56,7 +56,7 @@ struct DecodeParams : ForwardParams {
   std::int32_t window = kMostWindow;  // keys a warp looks through at once, a multiple of kLaneKeys
   // What each split leaves, if there are several.
   float* partial_sums = nullptr;    // (B, H, Sq, splits, bucket): probabilities times values
-  float2* partial_facts = nullptr;  // (B, H, Sq, splits): the highest score in units of log2, the sum of probabilities
+  float2* partial_facts = nullptr;  // (B, H, Sq, splits): the highest score, the sum of probabilities
 };
 
 // `params` with the rest filled in. `workspace`: decode_partial_bytes.

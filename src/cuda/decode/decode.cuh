@@ -38,6 +38,8 @@ struct DecodeWarp {
   float scores[1][kKeyTiles][4];
   float sums[1][kDimTiles][4];
   float row_max[2], row_sum[2];
+  bool is_safe = false;  // whether a row of the warp has been huge
+  float true_max[2];     // then
 
   __device__ DecodeWarp(const DecodeParams& params, const DecodeBlock& block, unsigned char* shared)
       : params(params), block(block), lane(static_cast<int>(threadIdx.x) % 32) {
@@ -157,7 +159,7 @@ struct DecodeWarp {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[0][n][i] = fmaf(biases[n][i], kLog2E, scores[0][n][i]);
+      for (int i = 0; i < 4; ++i) scores[0][n][i] = __fadd_rn(scores[0][n][i], biases[n][i]);
   }
 
   __device__ void hide_unseen(ListedKey keys) {
@@ -174,7 +176,24 @@ struct DecodeWarp {
       }
   }
 
-  __device__ void softmax() { update_softmax(params.score.multiplier, scores, row_max, row_sum, sums); }
+  __device__ void softmax() {
+    const float multiplier = params.score.multiplier;
+    if (!is_safe) {
+      bool huge = false;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        true_max[i] = row_max[i];
+        huge |= is_huge(reference_of(row_maximum(scores, i, row_max[i]), multiplier));
+      }
+      is_safe = __any_sync(~0u, huge);
+    }
+    if (is_safe) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) shift_huge_row(params.score, i, true_max[i], scores, row_max, row_sum, sums);
+    }
+    bool seen_above;
+    update_softmax(multiplier, scores, row_max, row_sum, sums, &seen_above);
+  }
 
   // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are
   // under way when a group is waited for.
@@ -230,15 +249,16 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
   using Config = DecodeConfig<kHeadDim>;
   const DecodeParams& params = own.params;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-  float highest[2];
+  float highest[2], factor[2];
   __syncthreads();  // lists and tiles are free now
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = own.row_sum[i];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    highest[i] = own.row_max[i] * params.score.multiplier;
-    if (own.lane % 4 == 0) facts[warp * kDecodeRows + own.row_of(i)] = make_float2(highest[i], sum);
+    highest[i] = own.is_safe ? own.true_max[i] : own.row_max[i];
+    factor[i] = unrounded(params.score, highest[i]);
+    if (own.lane % 4 == 0) facts[warp * kDecodeRows + own.row_of(i)] = make_float2(highest[i], sum * factor[i]);
   }
   __syncthreads();
   float* all_sums = reinterpret_cast<float*>(shared);
@@ -250,7 +270,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
   };
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float weight = weight_of(highest[i], total_highest(own.row_of(i)));
+    const float weight = factor[i] * weight_of(params.score, highest[i], total_highest(own.row_of(i)));
     float* row_sums = all_sums + (warp * kDecodeRows + own.row_of(i)) * Config::kSumsPitch;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
@@ -264,7 +284,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
 #pragma unroll
     for (int w = 0; w < Config::kWarps; ++w) {
       const float2 part = facts[w * kDecodeRows + thread];
-      total.y += part.y * weight_of(part.x, total.x);
+      total.y += part.y * weight_of(params.score, part.x, total.x);
     }
     totals[thread] = total;
   }
@@ -278,7 +298,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
     const std::int64_t place = (static_cast<std::int64_t>(own.block.batch) * params.heads + head) * params.rows + row;
     if (params.splits == 1) {
       store_result<Element>(params, own.block.batch, head, row, column, sum * inverse_sum(totals[m]));
-      if (column == 0) params.lse[place] = lse_of(totals[m]);
+      if (column == 0) store_row_facts(params, place, totals[m].x, totals[m].y);
     } else {
       params.partial_sums[(place * params.splits + own.block.split) * kHeadDim + column] = sum;
       if (column == 0) params.partial_facts[place * params.splits + own.block.split] = totals[m];

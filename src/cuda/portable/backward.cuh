@@ -12,6 +12,7 @@
 #include "cuda/portable/hide.cuh"
 #include "cuda/portable/key_block.cuh"
 #include "cuda/portable/key_results.cuh"
+#include "cuda/portable/large_rows.cuh"
 #include "cuda/portable/row_walk.cuh"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/portable/walk.cuh"
@@ -43,13 +44,14 @@ struct BackwardBlock {
     float2 row_facts[3][kRows];  // RowFacts of three steps
     std::int32_t key[kKeys];     // -1: none, or no row sees it; its place holds zeros
     RowRange range[kKeys];
-    float bias[kKeys];                           // in units of log2, if it is the same for every row
+    float bias[kKeys];                           // if it is the same for every row
     float dbias[Config::kScoreRowWarps][kKeys];  // likewise
     std::uint32_t words[2][Config::kWords][kKeys];
     Step steps[4];  // this one and the next three, by number
     Walk walk;
     KeyBlock block;
     int existing;
+    bool has_large_row;  // any of the steps loaded so far
   };
   static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
 
@@ -75,6 +77,7 @@ struct BackwardBlock {
     if (threadIdx.x == 0) {
       shared.block = own_block;
       shared.existing = key_count(params.visibility, own_block.batch);
+      shared.has_large_row = false;
     }
     __syncthreads();
   }
@@ -141,7 +144,7 @@ struct BackwardBlock {
     for (int place = static_cast<int>(threadIdx.x); place < kKeys; place += kThreads) {
       const int key = shared.key[place];
       const std::int64_t offset = params.bias.offset(block.batch, head) + key * params.bias.key_stride;
-      shared.bias[place] = key < 0 ? 0 : kLog2E * load_bias<Element>(params.bias, offset);
+      shared.bias[place] = key < 0 ? 0 : load_bias<Element>(params.bias, offset);
     }
   }
 
@@ -171,7 +174,12 @@ struct BackwardBlock {
                                  rows_of(params.dout, block.batch, step.head, step.first_row())};
     load_rows<kRows, kHeadDim, kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
-        [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim, params.aligned);
+        [&](int row) {
+          const float lse_log2 = shared.row_facts[slot][row].x;
+          if (is_large_row(lse_log2)) shared.has_large_row = true;
+          return lse_log2 != INFINITY ? row : -1;
+        },
+        params.head_dim, params.aligned);
   }
 
   __device__ void make_words(Step step, int buffer) const {
@@ -195,8 +203,8 @@ struct BackwardBlock {
   struct Place {
     int row, column;  // the first
 
-    __device__ Place() {
-      const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+    __device__ explicit Place(int thread = thread_index()) {
+      const int lane = thread % 32, warp = thread / 32;
       row = warp % Config::kScoreRowWarps * kScoreRows + lane / 4;
       column = warp / Config::kScoreRowWarps * kScoreKeys + 2 * (lane % 4);
     }
@@ -212,9 +220,9 @@ struct BackwardBlock {
   __device__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], Step step) const {
     const Place place;
     scale_products(params.score, scores);
-    if (params.score.softcap_log2 != 0) {
+    if (params.score.softcap != 0) {
       const auto derivative = [&](float score) {
-        const float ratio = score * params.score.inverse_softcap_log2;
+        const float ratio = score * params.score.inverse_softcap;
         return 1 - ratio * ratio;
       };
 #pragma unroll
@@ -260,10 +268,11 @@ struct BackwardBlock {
     if constexpr (kPlanned) {
       hides = !step.full;
       if (hides) {
+        const Place hidden(recomputed(static_cast<int>(threadIdx.x)));  // seldom: not worth a register
         // A warp's rows lie in one word.
         hide_by_words(
             scores, shared.words[buffer][score_row() / kWordRows], score_row() % kWordRows,
-            [&](int n) { return place.column_of(n); }, kHidden);
+            [&](int n) { return hidden.column_of(n); }, kHidden);
       }
     } else {
       // Rows past the last have probabilities of 0 without help.
@@ -414,12 +423,24 @@ struct BackwardBlock {
     }
   }
 
+  // Of large rows scores become their distances from lse.
+  __device__ void subtract_large_rows(float (&scores)[kMTiles][kNTiles][4], Step step, int slot) const {
+    const Place place(recomputed(static_cast<int>(threadIdx.x)));
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int row = place.row_of(i);
+      if (!is_large_row(shared.row_facts[slot][row].x)) continue;
+      subtract_large_lse(params, block.batch, step.head, step.first_row() + row, i, scores);
+    }
+  }
+
   __device__ void run_step(Step step, int stage, int slot, int buffer) {
     float scores[kMTiles][kNTiles][4];
     clear(scores);
     multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
         scores, queries(stage), score_row(), keys, score_key());
     if (params.score.transforms) transform_scores(scores, step);
+    if (shared.has_large_row) subtract_large_rows(scores, step, slot);
     float lse_log2[kThreadRows], gradients[kMTiles][kNTiles][4];
     const Place place;
 #pragma unroll
@@ -437,7 +458,7 @@ struct BackwardBlock {
         });
     if constexpr (Config::kMixesProbabilities) hides = store_probabilities(scores, step, buffer);
     make_score_gradients(scores, gradients, slot, hides);
-    if (params.score.softcap_log2 != 0) {
+    if (params.score.softcap != 0) {
       store_capped_gradients(gradients);
     } else {
       store_score_gradients(gradients);
@@ -480,7 +501,7 @@ struct BackwardBlock {
       const auto add = [&](const auto& gradient, float* sums, float factor) {
         add_to_sums<kHeadDim>(gradient, params, block, shared.key, key_row(), key_dim(), sums + color, factor);
       };
-      if (params.wants_dkey) add(dkeys, params.dkey_sums, params.scale);
+      if (params.wants_dkey) add(dkeys, params.dkey_sums, params.score.scale);
       if (params.wants_dvalue) add(dvalues, params.dvalue_sums, 1);
       return;
     }
@@ -488,7 +509,7 @@ struct BackwardBlock {
       store_keys<Element, kKeys, kThreads>(gradient, params, block, tile, key_row(), key_dim(), target, factor);
     };
     __syncthreads();
-    if (params.wants_dkey) store(dkeys, keys, params.dkey, params.scale);
+    if (params.wants_dkey) store(dkeys, keys, params.dkey, params.score.scale);
     if (params.wants_dvalue) store(dvalues, values, params.dvalue, 1);
   }
 

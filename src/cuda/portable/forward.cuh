@@ -28,7 +28,10 @@ struct ForwardBlock {
   using Tiles = PlannedTiles<kListTile, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
   struct Shared : RowBlock {
-    float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys, in units of log2
+    float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys
+    float true_max[Config::kRows];                     // of a safe run
+    bool saw_huge;
+    bool is_safe;  // whether huge scores are looked for; not done at first
   };
   static constexpr std::size_t kSharedBytes =
       Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
@@ -48,11 +51,11 @@ struct ForwardBlock {
         values{keys.address + static_cast<std::uint32_t>(Config::kTileBytes)},
         shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
         planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
-    if (threadIdx.x == 0) shared.set(params, kPlanned, batch, head, first_row);
+    if (threadIdx.x == 0) {
+      shared.set(params, kPlanned, batch, head, first_row);
+      shared.saw_huge = shared.is_safe = false;
+    }
     __syncthreads();
-    clear(sums);
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) row_max[i] = -INFINITY, row_sum[i] = 0;
   }
 
   // Which rows of which head a block of the launch owns.
@@ -85,11 +88,14 @@ struct ForwardBlock {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
 
+  // For what is done seldom: not worth registers.
+  __device__ static int fresh_thread_index() { return recomputed(static_cast<int>(threadIdx.x)); }
+
   // The warp's first row within the block.
   __device__ static int warp_row() { return thread_index() / 32 * Config::kWarpRows; }
 
   struct Place : RowPlace<Config::kWarpRows> {
-    __device__ Place() : RowPlace<Config::kWarpRows>(thread_index()) {}
+    __device__ explicit Place(int thread = thread_index()) : RowPlace<Config::kWarpRows>(thread) {}
   };
 
   __device__ void load_queries() const {
@@ -156,13 +162,12 @@ struct ForwardBlock {
     const std::int64_t offset = bias.offset(shared.batch, shared.head);
     const int key = tile * kTileKeys + place;
     if (key >= kTileKeys) prefetch_bias(bias, offset + (key - kTileKeys) * bias.key_stride);
-    shared.bias[place] =
-        key < shared.existing ? kLog2E * load_bias<Element>(bias, offset + key * bias.key_stride) : 0.0f;
+    shared.bias[place] = key < shared.existing ? load_bias<Element>(bias, offset + key * bias.key_stride) : 0.0f;
   }
 
   // Hides what the causal rule and the length hide.
   __device__ void hide_tile(int tile) {
-    const Place place;
+    const Place place(fresh_thread_index());
     const int existing = shared.existing, first_row = shared.first_row;
     hide_past_limits(
         scores,
@@ -174,32 +179,67 @@ struct ForwardBlock {
 
   __device__ const std::uint32_t* warp_words(const Facts& tile) const { return tile.words[warp_row() / kWordRows]; }
 
+  // Of a safe run.
+  __device__ void shift_huge_rows() {
+    const Place place(fresh_thread_index());
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      float true_max = shared.true_max[place.row_of(i)];
+      shift_huge_row(params.score, i, true_max, scores, row_max, row_sum, sums);
+      __syncwarp();
+      if (place.column == 0) shared.true_max[place.row_of(i)] = true_max;
+    }
+  }
+
   // sums += probabilities values
-  __device__ void add_values() {
+  __device__ void add_values(bool is_safe) {
+    if (is_safe) shift_huge_rows();
     const float multiplier = params.score.multiplier;
     if constexpr (Config::kMixesSoftmax) {
       float reference[kThreadRows], tile_sum[kThreadRows] = {};
-      rescale_sums(multiplier, scores, row_max, row_sum, sums, reference);
+      rescale_sums(multiplier, scores, row_max, row_sum, sums, reference, &shared.saw_huge);
       multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0, [&](int depth, int part, int parts) {
         exponentiate(multiplier, reference, scores, tile_sum, 2 * depth, part, parts);
       });
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) row_sum[i] += tile_sum[i];
     } else {
-      update_softmax(multiplier, scores, row_max, row_sum, sums);
+      update_softmax(multiplier, scores, row_max, row_sum, sums, &shared.saw_huge);
       multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
     }
   }
 
-  __device__ void finish() {
-    wait_copies<0>();
-    // Without any tile nothing else keeps another warp's queries from arriving where this one's results are put.
-    __syncthreads();
+  __device__ void run() {
+    for (;;) {
+      begin();
+      if constexpr (kPlanned) {
+        run_planned();
+      } else {
+        run_dense();
+      }
+      wait_copies<0>();
+      // Without any tile nothing else keeps another warp's queries from arriving where this one's results are put.
+      __syncthreads();
+      if (shared.is_safe || !shared.saw_huge) break;
+      __syncthreads();
+      if (threadIdx.x == 0) shared.is_safe = true;
+      __syncthreads();
+    }
     store();
   }
 
+  __device__ void begin() {
+    clear(sums);
+    const Place place(fresh_thread_index());
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      row_max[i] = -INFINITY, row_sum[i] = 0;
+      shared.true_max[place.row_of(i)] = -INFINITY;
+    }
+  }
+
   __device__ void store() {
-    const Place place;
+    const Place place(fresh_thread_index());
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
 #pragma unroll
@@ -207,12 +247,12 @@ struct ForwardBlock {
       float sum = row_sum[i];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const bool empty = row_max[i] == -INFINITY && sum == 0;
-      const float inverse = empty ? 0.0f : 1.0f / sum;
+      const float true_max = shared.is_safe ? shared.true_max[place.row_of(i)] : row_max[i];
+      const float inverse = true_max == -INFINITY && sum == 0 ? 0.0f : 1.0f / sum;
       const int row = first_row + place.row_of(i);
       if (lane % 4 == 0 && row < params.rows) {
-        params.lse[(static_cast<std::int64_t>(batch) * params.heads + head) * params.rows + row] =
-            empty ? -INFINITY : kLn2 * (row_max[i] * params.score.multiplier + log2f(sum));
+        const std::int64_t index = (static_cast<std::int64_t>(batch) * params.heads + head) * params.rows + row;
+        store_row_facts(params, index, true_max, sum * unrounded(params.score, true_max));
       }
 #pragma unroll
       for (int n = 0; n < kDimTiles; ++n) {
@@ -254,14 +294,14 @@ struct ForwardBlock {
       if (params.score.transforms) transform_scores(tile);
       if ((tile + 1) * kTileKeys > first_limit) hide_tile(tile);
       const TokenRows key_rows = shared.keys;
+      const bool is_safe = shared.is_safe;
       wait_copies<0>();
       __syncthreads();
       if (tile > 0) load_tile(keys, key_rows, tile - 1, 0);
       commit_copies();
-      add_values();
+      add_values(is_safe);
       if (tile > 0) load_key_bias(tile - 1);
     }
-    finish();
   }
 
   __device__ int next_planned(int* place) { return planned.next(params.plan, shared.chunk, place); }
@@ -313,6 +353,7 @@ struct ForwardBlock {
       ahead = far_ahead;
       far_ahead = next_planned(&place);  // read while the block waits, as are the rows' places
       const TokenRows key_rows = shared.keys;
+      const bool is_safe = shared.is_safe;
       wait_copies<0>();
       __syncthreads();
       if (tile >= 0) load_tile(keys, key_rows, tile, buffer ^ 1);
@@ -321,9 +362,8 @@ struct ForwardBlock {
         planned.request_index(params.plan, shared.chunk, far_ahead);
       }
       commit_copies();
-      if (sees_any) add_values();
+      if (sees_any) add_values(is_safe);
     }
-    finish();
   }
 };
 
@@ -335,11 +375,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlanned, kRowBias, kN
   using Block = ForwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
   const typename Block::Rows rows(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
   Block block(params, rows.batch, rows.head, rows.first_row, shared);
-  if constexpr (kPlanned) {
-    block.run_planned();
-  } else {
-    block.run_dense();
-  }
+  block.run();
 }
 
 }  // namespace flash_dmattn::internal::cuda

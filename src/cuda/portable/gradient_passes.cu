@@ -6,6 +6,7 @@
 
 #include "cuda/portable/backward_config.h"
 #include "cuda/portable/buckets.h"
+#include "cuda/portable/large_rows.cuh"
 #include "cuda/portable/launch.h"
 #include "cuda/portable/tokens.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -79,9 +80,8 @@ __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem
       sum -= static_cast<const float*>(problem.dlse)[batch * problem.dlse_batch_stride +
                                                      head * problem.dlse_head_stride + row * problem.dlse_row_stride];
     }
-    constexpr float kLog2E = 1.4426950408889634f;
     facts[(batch * problem.heads + head) * padded_rows + row] =
-        sees ? make_float2(lse * kLog2E, sum) : make_float2(INFINITY, 0);
+        sees ? make_float2(row_fact_of_lse(lse, problem.row_stats != nullptr), sum) : make_float2(INFINITY, 0);
   }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/portable/hide.cuh"
+#include "cuda/portable/large_rows.cuh"
 #include "cuda/portable/query_backward_config.h"
 #include "cuda/portable/row_block.cuh"
 #include "cuda/portable/tokens.cuh"
@@ -31,6 +32,7 @@ struct QueryBackwardBlock {
   float scores[kMTiles][kNTiles][4], gradients[kMTiles][kNTiles][4];
   float sums[kMTiles][kDimTiles][4];
   RowFacts facts[kThreadRows];  // of the thread's rows
+  bool has_large_row = false;   // any of the warp's
 
   __device__ QueryBackwardBlock(const BackwardParams& params, int batch, int head, int first_row, unsigned char* memory)
       : params(params),
@@ -69,7 +71,9 @@ struct QueryBackwardBlock {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       facts[i] = place.row_of(i) < rows ? source[place.row_of(i)] : make_float2(INFINITY, 0);
+      has_large_row |= is_large_row(facts[i].x);
     }
+    has_large_row = __any_sync(~0u, has_large_row);
   }
 
   // Once a block, and not inlined: among the rest it made the compiler keep the loop's registers in memory.
@@ -125,7 +129,7 @@ struct QueryBackwardBlock {
           return *reinterpret_cast<const float2*>(&planned.facts[position].bias[first_column + place.column_of(n)]);
         }
         const auto read = [&](int key) {
-          return key < 0 ? 0.0f : kLog2E * load_bias<Element>(bias, offset + key * bias.key_stride);
+          return key < 0 ? 0.0f : load_bias<Element>(bias, offset + key * bias.key_stride);
         };
         return make_float2(read(key_of(n, 0)), read(key_of(n, 1)));
       });
@@ -145,6 +149,16 @@ struct QueryBackwardBlock {
                position * kTileKeys;
       };
       if (limit_of(0) < kTileKeys) hide_past_limits(scores, limit_of, column, -INFINITY);
+    }
+  }
+
+  // Of large rows scores become their distances from lse.
+  __device__ void subtract_large_rows() {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const Place place;
+      const int row = shared.first_row + place.row_of(i);
+      if (is_large_row(facts[i].x)) subtract_large_lse(params, shared.batch, shared.head, row, i, scores);
     }
   }
 
@@ -189,6 +203,7 @@ struct QueryBackwardBlock {
     multiply_keys(stage, first_column);
     if (params.score.transforms) transform_scores(position, first_column);
     hide(position, first_column, full);
+    if (has_large_row) subtract_large_rows();
     clear(gradients);
     multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients, warp_row(),
                                                                              values(stage), first_column);
@@ -205,7 +220,7 @@ struct QueryBackwardBlock {
           gradient = score == -INFINITY ? 0 : probability * (gradient - facts[i].y);  // not NaN where nothing is seen
         }
     if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(position, first_column);
-    if (params.score.softcap_log2 != 0) {
+    if (params.score.softcap != 0) {
       // Once more, since the capped scores are gone: there are no registers to keep them in.
       multiply_keys(stage, first_column);
       scale_products(params.score, scores);
@@ -215,7 +230,7 @@ struct QueryBackwardBlock {
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float ratio = scores[m][n][i] * params.score.inverse_softcap_log2;
+            const float ratio = scores[m][n][i] * params.score.inverse_softcap;
             gradients[m][n][i] *= 1 - ratio * ratio;
           }
     }
@@ -289,7 +304,7 @@ struct QueryBackwardBlock {
       for (int n = 0; n < kDimTiles; ++n) {
         const float* pair = &sums[i / 2][n][2 * (i % 2)];
         store_shared(queries.piece(place.row_of(i), n) + lane_bytes,
-                     pack<Element>(pair[0] * params.scale, pair[1] * params.scale));
+                     pack<Element>(pair[0] * params.score.scale, pair[1] * params.score.scale));
       }
     __syncwarp();  // a warp's queries, and now results, are its own
     auto* base = static_cast<std::uint16_t*>(params.dquery.data) + batch * params.dquery.batch_stride +

@@ -45,16 +45,20 @@ __device__ inline void prefetch_bias(const BroadcastView& bias, std::int64_t off
   asm volatile("prefetch.global.L1 [%0];" ::"l"(place));
 }
 
-// Makes scores of products, in units of log2, bias aside.
+// Makes scores of products, bias aside. Forward and backward must round in the same way, since large scores differ by
+// no more than their rounding: what the compiler might fuse in one kernel and not in another is spelled out here and
+// below.
 template <int kMTiles, int kNTiles>
 __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMTiles][kNTiles][4]) {
-  const bool capped = rule.softcap_log2 != 0;
+  const bool capped = rule.softcap != 0;
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[m][n][i] *= capped ? rule.inner_scale : rule.scale_log2;
+      for (int i = 0; i < 4; ++i) {
+        scores[m][n][i] = __fmul_rn(scores[m][n][i], capped ? rule.inner_scale : rule.scale);
+      }
   if (!capped) return;
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
@@ -62,7 +66,7 @@ __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMT
     for (int n = 0; n < kNTiles; ++n) {
       tanh_of_scaled(scores[m][n]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[m][n][i] *= rule.softcap_log2;
+      for (int i = 0; i < 4; ++i) scores[m][n][i] = __fmul_rn(scores[m][n][i], rule.softcap);
     }
 }
 
@@ -83,7 +87,7 @@ __device__ inline void add_row_bias_as(const Bias* bias, const BroadcastView& vi
         const int row = recomputed(min(row_of(i), rows - 1));
         const float value = key >= 0 ? static_cast<float>(key_bias[row * view.row_stride]) : 0.0f;
         float& score = scores[i / 2][n][2 * (i % 2) + pair];
-        score = fmaf(value, kLog2E, score);
+        score = __fadd_rn(score, value);
       }
     }
 }
@@ -98,7 +102,7 @@ __device__ inline void add_row_bias(const BroadcastView& view, std::int64_t offs
   }
 }
 
-// Adds a bias that all rows share, in units of log2.
+// Adds a bias that all rows share.
 template <int kMTiles, int kNTiles, typename BiasOf>
 __device__ inline void add_key_bias(float (&scores)[kMTiles][kNTiles][4], BiasOf bias_of) {
 #pragma unroll
@@ -106,10 +110,10 @@ __device__ inline void add_key_bias(float (&scores)[kMTiles][kNTiles][4], BiasOf
     const float2 bias = bias_of(n);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
-      scores[m][n][0] += bias.x;
-      scores[m][n][1] += bias.y;
-      scores[m][n][2] += bias.x;
-      scores[m][n][3] += bias.y;
+      scores[m][n][0] = __fadd_rn(scores[m][n][0], bias.x);
+      scores[m][n][1] = __fadd_rn(scores[m][n][1], bias.y);
+      scores[m][n][2] = __fadd_rn(scores[m][n][2], bias.x);
+      scores[m][n][3] = __fadd_rn(scores[m][n][3], bias.y);
     }
   }
 }

@@ -1,6 +1,12 @@
 // The online softmax of Milakov and Gimelshein (arXiv 1805.02867), on a warp's fragments.
+//
+// A probability is 2^(multiplier * score - reference), where "score" is what stands for one (ScoreRule) and the
+// reference is multiplier * maximum, rounded. The fused operation that makes the exponent does not round the product,
+// so that the maximum's own exponent is what the reference's rounding took. Where the maximum is huge that is a number
+// of any size, and is subtracted as well (shift_huge_row).
 #pragma once
 
+#include "cuda/portable/scores.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace flash_dmattn::internal::cuda {
@@ -19,15 +25,68 @@ __device__ inline float row_maximum(const float (&scores)[kMTiles][kKeyTiles][4]
 // What a row's scores are relative to. A row that has seen nothing yet: every probability must come out as 0, not as
 // NaN.
 __device__ inline float reference_of(float highest, float multiplier) {
-  return highest == -INFINITY ? 0.0f : highest * multiplier;
+  return highest == -INFINITY ? 0.0f : __fmul_rn(highest, multiplier);
+}
+
+__device__ inline bool is_huge(float reference) { return fabsf(reference) >= kHugeScore; }
+
+// half_multiplier * highest as the sum of two numbers, exactly.
+struct HalfProduct {
+  float rounded, residual;
+
+  __device__ HalfProduct(const ScoreRule& rule, float highest) {
+    rounded = __fmul_rn(highest, rule.half_multiplier);
+    residual = fmaf(highest, rule.half_multiplier, -rounded);
+  }
+  __device__ bool is_huge() const { return fabsf(rounded) >= kHugeScore / 2; }
+  // half_multiplier * (score - highest)
+  __device__ float distance(const ScoreRule& rule, float score) const {
+    return fmaf(score, rule.half_multiplier, -rounded) - residual;
+  }
+};
+
+// Done first for each of the thread's rows i where one of a warp may be huge. Raises true_max, the row's maximum, to
+// that of the tile, and turns the scores of a huge row into their distances from it: to what follows its row_max is 0.
+template <int kMTiles, int kKeyTiles, int kDimTiles>
+__device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_max,
+                                      float (&scores)[kMTiles][kKeyTiles][4], float (&row_max)[2 * kMTiles],
+                                      float (&row_sum)[2 * kMTiles], float (&sums)[kMTiles][kDimTiles][4]) {
+  const int m = i / 2, half = 2 * (i % 2);
+  const float before = true_max, after = row_maximum(scores, i, before);
+  if (after == -INFINITY) return;
+  true_max = after;
+  const HalfProduct product(rule, after);
+  const bool huge = product.is_huge();
+  if (after != before) {
+    // Sums of a huge row are relative to the product itself, others to its rounding.
+    const HalfProduct old(rule, before);
+    const float residuals = (old.is_huge() ? old.residual : 0) - (huge ? product.residual : 0);
+    const float rescale = before == -INFINITY ? 0.0f : exp2_fast(2 * (old.rounded - product.rounded + residuals));
+    row_sum[i] *= rescale;
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) {
+      sums[m][n][half] *= rescale;
+      sums[m][n][half + 1] *= rescale;
+    }
+  }
+  row_max[i] = huge ? 0 : after;
+  if (!huge) return;
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      float& score = scores[m][n][half + pair];
+      score = product.distance(rule, score) * rule.inverse_half;
+    }
 }
 
 // Turns scores, times `multiplier` in units of log2, into probabilities relative to the new row maxima, and rescales
-// what was summed before: a thread's parts of row_sum, and sums.
+// what was summed before: a thread's parts of row_sum, and sums. Sets *saw_huge if a maximum that rose is huge: what
+// was computed then is worth nothing.
 template <int kMTiles, int kKeyTiles, int kDimTiles>
 __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles][kKeyTiles][4],
                                       float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
-                                      float (&sums)[kMTiles][kDimTiles][4]) {
+                                      float (&sums)[kMTiles][kDimTiles][4], bool* saw_huge) {
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
     const int m = i / 2, half = 2 * (i % 2);
@@ -46,6 +105,7 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
     row_sum[i] = row_sum[i] * rescale + sum;
     // Seldom: after the first tiles a maximum hardly moves.
     if (__any_sync(~0u, rescale != 1)) {
+      if (is_huge(reference)) *saw_huge = true;
 #pragma unroll
       for (int n = 0; n < kDimTiles; ++n) {
         sums[m][n][half] *= rescale;
@@ -60,7 +120,8 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
 template <int kMTiles, int kKeyTiles, int kDimTiles>
 __device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTiles][kKeyTiles][4],
                                     float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
-                                    float (&sums)[kMTiles][kDimTiles][4], float (&reference)[2 * kMTiles]) {
+                                    float (&sums)[kMTiles][kDimTiles][4], float (&reference)[2 * kMTiles],
+                                    bool* saw_huge) {
   float rescale[2 * kMTiles];
   bool moved = false;
 #pragma unroll
@@ -74,12 +135,14 @@ __device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTi
   }
   if (!__any_sync(~0u, moved)) return;
 #pragma unroll
-  for (int i = 0; i < 2 * kMTiles; ++i)
+  for (int i = 0; i < 2 * kMTiles; ++i) {
+    if (is_huge(reference[i])) *saw_huge = true;
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n) {
       sums[i / 2][n][2 * (i % 2)] *= rescale[i];
       sums[i / 2][n][2 * (i % 2) + 1] *= rescale[i];
     }
+  }
 }
 
 // Then one of `parts` shares of two neighbouring key tiles to probabilities, which are added to the thread's `sum`.
@@ -96,6 +159,20 @@ __device__ inline void exponentiate(float multiplier, const float (&reference)[2
     score = exp2_in_order(fmaf(score, multiplier, -reference[i]));
     sum[i] += score;
   }
+}
+
+// What a row's sums are multiplied by to be relative to multiplier * true_max itself.
+__device__ inline float unrounded(const ScoreRule& rule, float true_max) {
+  const HalfProduct product(rule, true_max);
+  return true_max == -INFINITY || product.is_huge() ? 1.0f : exp2_fast(-2 * product.residual);
+}
+
+// `sum`: of the row's probabilities, `unrounded`.
+__device__ inline void store_row_facts(const ForwardParams& params, std::int64_t index, float true_max, float sum) {
+  const bool empty = true_max == -INFINITY && sum == 0;
+  const float log_sum = empty ? 0 : kLn2 * log2f(sum);
+  params.lse[index] = empty ? -INFINITY : __fmul_rn(true_max, params.score.natural) + log_sum;
+  if (params.row_stats != nullptr) params.row_stats[index] = make_float2(true_max, log_sum);
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -105,12 +105,13 @@ struct PlannedTiles {
   // Starts reading what the plan says of kBatch tiles. Past the last they are zeros, as no row sees those.
   __device__ void request_batch(const DevicePlan& plan, int plan_chunk, int first_tile) {
     constexpr int kPairs = kBatch / 2;
-    const int pair = static_cast<int>(threadIdx.x) % kPairs, tile = first_tile + 2 * pair;
+    const int thread = recomputed(static_cast<int>(threadIdx.x));  // seldom: not worth a register
+    const int pair = thread % kPairs, tile = first_tile + 2 * pair;
     const bool exists = tile < plan.tiles;
     const std::int64_t entry = exists ? static_cast<std::int64_t>(plan_chunk) * plan.tiles + tile : 0;
-    if (threadIdx.x < kPairs) {
+    if (thread < kPairs) {
       copy_async_4(shared_address(&units[2 * pair]), plan.tile_units + entry, exists);
-    } else if (threadIdx.x < kBatch) {
+    } else if (thread < kBatch) {
       copy_async_4(shared_address(&full[2 * pair]), plan.tile_full + entry, exists);
     }
     commit_copies();
@@ -204,7 +205,7 @@ struct PlannedTiles {
                              int first_row) {
     if (!needs_facts(tile) || !has_place()) return;
     const int place = static_cast<int>(threadIdx.x), key = flight.key;
-    facts[buffer].bias[place] = flight.bias * kLog2E;
+    facts[buffer].bias[place] = flight.bias;
     if (is_full(tile)) {
       facts[buffer].key[place] = key;  // nobody looks at words
       return;
