@@ -82,7 +82,8 @@ TEST(Plans, RefuseBadArguments) {
   EXPECT_EQ(argument_of(plan_chunks(inputs, {}, 0, -1, &chunks)), "head");
   const Call precise = call.in_float64();
   EXPECT_EQ(argument_of(plan_chunks(precise.inputs(), {}, 0, 0, &chunks)), "query");
-  EXPECT_EQ(argument_of(mask_intervals(inputs.query, false, {}, nullptr)), "mask");
+  bool exact = false;
+  EXPECT_EQ(argument_of(mask_intervals(inputs.query, false, {}, &exact)), "mask");
 }
 
 TEST(Plans, ReportTheFloat64PathAsItIs) {
