@@ -93,7 +93,8 @@ Status mask_intervals_workspace(const TensorView& mask, const KeyIntervals& inte
                                 std::size_t* bytes) try {
   if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   internal::MaskIntervalsProblem problem;
-  Status status = internal::make_mask_intervals_problem(mask, intervals, &problem);
+  const KeyIntervals* given = intervals.defined() ? &intervals : nullptr;
+  Status status = internal::make_mask_intervals_problem(mask, given, &problem);
   *bytes = 0;
   if (status.ok() && context.device.is_cuda()) status = internal::cuda::mask_intervals_workspace(problem, bytes);
   return status;
@@ -108,7 +109,7 @@ Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals
   Status status = mask_intervals_workspace(mask, intervals, context, &needed);
   if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
   internal::MaskIntervalsProblem problem;
-  if (status.ok()) status = internal::make_mask_intervals_problem(mask, intervals, &problem);
+  if (status.ok()) status = internal::make_mask_intervals_problem(mask, &intervals, &problem);
   if (!status.ok()) return status;
   problem.is_causal = is_causal;
   if (context.device.is_cuda()) {
