@@ -38,9 +38,12 @@ using flash_dmattn::SelectionInputs;
 using flash_dmattn::SelectionOptions;
 using flash_dmattn::Status;
 using flash_dmattn::TensorView;
+using flash_dmattn::operators::as_contiguous;
 using flash_dmattn::operators::CallDevice;
 using flash_dmattn::operators::check;
 using flash_dmattn::operators::dtype_of;
+using flash_dmattn::operators::has_unit_head_dim;
+using flash_dmattn::operators::make_empty;
 using flash_dmattn::operators::ScalarType;
 using flash_dmattn::operators::Tensor;
 using flash_dmattn::operators::TorchDType;
@@ -48,6 +51,18 @@ using flash_dmattn::operators::TorchExecutor;
 using flash_dmattn::operators::view_of;
 using flash_dmattn::operators::with_unit_head_dim;
 using flash_dmattn::operators::Workspace;
+
+// Text as the operators return it: the codes of its characters, all of them ASCII. A string that crosses torch's stable
+// ABI as the result of an operator is never freed (torch 2.11); a list of integers is.
+using Codes = std::vector<std::int64_t>;
+
+Codes codes_of(const std::string& text) { return Codes(text.begin(), text.end()); }
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string line;
+  for (const std::string& name : names) line += (line.empty() ? "" : " ") + name;
+  return line;
+}
 
 constexpr const char* kFloatRule = "must be float16, bfloat16, float32 or float64";
 
@@ -84,6 +99,21 @@ AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor
           .plan = plan_of(plan)};
 }
 
+// The inputs with a stride of 1 along D, the only one that attention reads: query, key and value that have another are
+// copied, but not for a call that is refused.
+void copy_where_needed(const AttentionOptions& options, const AttentionContext& context, Tensor* query, Tensor* key,
+                       Tensor* value, AttentionInputs* inputs) {
+  if (has_unit_head_dim(*query) && has_unit_head_dim(*key) && has_unit_head_dim(*value)) return;
+  AttentionInputs copied = *inputs;
+  for (TensorView* view : {&copied.query, &copied.key, &copied.value}) view->strides[view->rank - 1] = 1;
+  std::size_t bytes = 0;
+  check(flash_dmattn::attention_forward_workspace(copied, options, context, &bytes));
+  for (Tensor* tensor : {query, key, value}) *tensor = with_unit_head_dim(*tensor);
+  inputs->query = view_of("query", *query, kFloatRule);
+  inputs->key = view_of("key", *key, kFloatRule);
+  inputs->value = view_of("value", *value, kFloatRule);
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
                                                      std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
                                                      std::optional<Tensor> interval_begin,
@@ -100,14 +130,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, T
                            {"intervals.begin", &interval_begin},
                            {"intervals.end", &interval_end},
                            {"plan", &plan}});
-  query = with_unit_head_dim(query);
-  key = with_unit_head_dim(key);
-  value = with_unit_head_dim(value);
-  const AttentionInputs inputs =
-      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
   const AttentionOptions options = {scale, softcap, is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
+  AttentionInputs inputs =
+      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
+  copy_where_needed(options, context, &query, &key, &value, &inputs);
 
   // Also checks the inputs: from here on query has four dimensions.
   std::size_t bytes = 0;
@@ -149,24 +177,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                            {"intervals.begin", &interval_begin},
                            {"intervals.end", &interval_end},
                            {"plan", &plan}});
-  query = with_unit_head_dim(query);
-  key = with_unit_head_dim(key);
-  value = with_unit_head_dim(value);
+  const AttentionOptions options = {scale, softcap, is_causal, deterministic};
+  TorchExecutor executor;
+  const AttentionContext context = {.executor = &executor, .device = device.native()};
+  AttentionInputs inputs =
+      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
+  copy_where_needed(options, context, &query, &key, &value, &inputs);
   out = with_unit_head_dim(out);
   dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
-  if (lse.defined()) lse = torch::stable::contiguous(lse);
-  if (row_stats.defined()) row_stats = torch::stable::contiguous(row_stats);
+  if (lse.defined()) lse = as_contiguous(lse);
+  if (row_stats.defined()) row_stats = as_contiguous(row_stats);
   constexpr const char* kLseRule = "must be float32 (float64 with float64)";
-  const AttentionInputs inputs =
-      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
   const AttentionCotangents cotangents = {.out = view_of("out", out, "must have query's dtype"),
                                           .lse = view_of("lse", lse, kLseRule),
                                           .dout = view_of("dout", dout, "must have query's dtype"),
                                           .dlse = view_of("dlse", dlse, "must have lse's dtype"),
                                           .row_stats = view_of("row_stats", row_stats, kLseRule)};
-  const AttentionOptions options = {scale, softcap, is_causal, deterministic};
-  TorchExecutor executor;
-  const AttentionContext context = {.executor = &executor, .device = device.native()};
 
   AttentionGradients gradients;
   const auto make_gradient = [&device](bool needed, const char* name, const Tensor& input, TensorView* view) {
@@ -216,15 +242,15 @@ std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
   const CallDevice device("mask", mask, {});
   const TensorView view = view_of("mask", mask, "must be bool");
   if (view.rank != 4) check(Status::invalid("mask", "must have 4 dimensions", std::to_string(view.rank)));
-  const std::int64_t sizes[] = {view.shape[0], view.shape[1], view.shape[3]};
-  const Tensor begin = device.empty({sizes, 3}, ScalarType::Int), end = device.empty({sizes, 3}, ScalarType::Int);
-  const KeyIntervals intervals = make_intervals(begin, end);
   TorchExecutor executor;
   const SelectionContext context = {.executor = &executor, .device = device.native()};
 
   std::size_t bytes = 0;
-  check(flash_dmattn::mask_intervals_workspace(view, intervals, context, &bytes));
+  check(flash_dmattn::mask_intervals_workspace(view, {}, context, &bytes));
   const Workspace workspace(device, bytes);
+  const std::int64_t sizes[] = {view.shape[0], view.shape[1], view.shape[3]};
+  const Tensor begin = device.empty({sizes, 3}, ScalarType::Int), end = device.empty({sizes, 3}, ScalarType::Int);
+  const KeyIntervals intervals = make_intervals(begin, end);
   bool exact = false;
   check(flash_dmattn::mask_intervals(view, is_causal, intervals, &exact, workspace.data(), workspace.bytes(), context));
   return {begin, end, exact};
@@ -286,10 +312,11 @@ std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mas
 }
 
 // The counts in the order of the fields of PlanReport in python/flash_dmattn/planning.py.
-std::tuple<std::vector<std::int64_t>, std::string, std::string> plan_report(
-    Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal, bool deterministic,
-    std::int64_t interval_window) {
+std::tuple<std::vector<std::int64_t>, Codes, Codes> plan_report(Tensor query, Tensor key, std::optional<Tensor> mask,
+                                                                std::optional<Tensor> seqlens_k,
+                                                                std::optional<Tensor> interval_begin,
+                                                                std::optional<Tensor> interval_end, bool is_causal,
+                                                                bool deterministic, std::int64_t interval_window) {
   const CallDevice device = planned_device(query, key, mask, seqlens_k, interval_begin, interval_end);
   const AttentionInputs inputs =
       make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, interval_window);
@@ -317,7 +344,7 @@ std::tuple<std::vector<std::int64_t>, std::string, std::string> plan_report(
                                       report.row_tile,
                                       report.key_tile,
                                       report.shared_heads};
-  return {std::move(counts), std::move(report.backend), std::move(report.rule)};
+  return {std::move(counts), codes_of(report.backend), codes_of(report.rule)};
 }
 
 // One int64 row (row_begin, rows, listed keys, is_list, has_bitmap, row_tile, key_tile) a chunk, and the keys (int32),
@@ -351,7 +378,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key,
   }
   const auto copied = [](const auto& values, ScalarType dtype) {
     const auto size = static_cast<std::int64_t>(values.size());
-    Tensor tensor = torch::stable::empty({&size, 1}, dtype);
+    Tensor tensor = make_empty({&size, 1}, dtype, torch::stable::Device(torch::headeronly::DeviceType::CPU));
     std::copy_n(reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(values[0]),
                 static_cast<std::byte*>(tensor.data_ptr()));
     return tensor;
@@ -360,19 +387,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key,
           copied(tiles, ScalarType::Byte)};
 }
 
-std::tuple<std::string, std::string, std::string, std::vector<std::string>, std::vector<std::string>> cpu_info() {
-  flash_dmattn::CpuInfo info = flash_dmattn::cpu_info();
-  return {flash_dmattn::version(), std::move(info.isa_float), std::move(info.isa_bfloat16), std::move(info.compiled),
-          std::move(info.supported)};
+// A field a line, the entries of a list side by side.
+Codes cpu_info() {
+  const flash_dmattn::CpuInfo info = flash_dmattn::cpu_info();
+  return codes_of(std::string(flash_dmattn::version()) + "\n" + info.isa_float + "\n" + info.isa_bfloat16 + "\n" +
+                  joined(info.compiled) + "\n" + joined(info.supported));
 }
 
-std::tuple<std::int64_t, std::vector<std::string>> cuda_info() {
-  flash_dmattn::CudaInfo info = flash_dmattn::cuda_info();
-  return {info.toolkit, std::move(info.architectures)};
+std::tuple<std::int64_t, Codes> cuda_info() {
+  const flash_dmattn::CudaInfo info = flash_dmattn::cuda_info();
+  return {info.toolkit, codes_of(joined(info.architectures))};
 }
 
-std::string cuda_kernels(std::int64_t major, std::int64_t minor) {
-  return flash_dmattn::cuda_kernels(static_cast<int>(major), static_cast<int>(minor));
+Codes cuda_kernels(std::int64_t major, std::int64_t minor) {
+  for (const auto& [name, number] : {std::pair("major", major), std::pair("minor", minor)}) {
+    if (number >= 0 && number < 1000) continue;
+    check(Status::invalid(name, "must be a number of a compute capability", name + (" " + std::to_string(number))));
+  }
+  return codes_of(flash_dmattn::cuda_kernels(static_cast<int>(major), static_cast<int>(minor)));
 }
 
 }  // namespace
@@ -399,15 +431,16 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   library.def("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
   library.def(
       "plan_report(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, bool is_causal, bool deterministic, int interval_window=0) -> (int[] counts, str backend, "
-      "str rule)");
+      "Tensor? interval_end, bool is_causal, bool deterministic, int interval_window=0) -> (int[] counts, int[] "
+      "backend, "
+      "int[] rule)");
   library.def(
       "plan_chunks(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
       "Tensor? interval_end, bool is_causal, int batch, int head) "
       "-> (Tensor chunks, Tensor keys, Tensor visible, Tensor tiles)");
-  library.def("cpu_info() -> (str version, str isa_float, str isa_bfloat16, str[] compiled, str[] supported)");
-  library.def("cuda_info() -> (int toolkit, str[] architectures)");
-  library.def("cuda_kernels(int major, int minor) -> str");
+  library.def("cpu_info() -> int[] lines");
+  library.def("cuda_info() -> (int toolkit, int[] architectures)");
+  library.def("cuda_kernels(int major, int minor) -> int[]");
   library.def(
       "cuda_plan_bytes(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
       "Tensor? interval_end, SymInt interval_window=0) -> int");

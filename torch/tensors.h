@@ -105,12 +105,61 @@ inline TensorView view_of(const char* name, const std::optional<Tensor>& tensor,
   return tensor ? view_of(name, *tensor, dtype_rule) : TensorView{};
 }
 
+inline std::string name_of(const torch::stable::Device& device) {
+  if (device.type() != torch::headeronly::DeviceType::CUDA) return "cpu";
+  return "cuda:" + std::to_string(device.index());
+}
+
+// Runs `allocate`, which makes a contiguous tensor of these sizes. Torch's stable interface tells of an error only that
+// there was one; here it can be no other than that there is no memory.
+template <typename Allocate>
+Tensor allocated(torch::headeronly::IntHeaderOnlyArrayRef sizes, std::size_t element_size,
+                 const torch::stable::Device& device, Allocate allocate) {
+  try {
+    return allocate();
+  } catch (const std::runtime_error&) {
+    auto bytes = static_cast<std::int64_t>(element_size);
+    bool counted = true;
+    for (const std::int64_t size : sizes) counted = counted && !__builtin_mul_overflow(bytes, size, &bytes);
+    const std::string count = counted ? std::to_string(bytes) : "2^63 or more";
+    throw std::runtime_error(Status::failed("allocation", count + " bytes asked for on " + name_of(device)).message());
+  }
+}
+
+constexpr std::size_t size_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+    case ScalarType::Long:
+      return 8;
+    case ScalarType::Float:
+    case ScalarType::Int:
+      return 4;
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return 2;
+    default:  // the operators make no others: uint8, bool
+      return 1;
+  }
+}
+
+inline Tensor make_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
+                         const torch::stable::Device& device) {
+  return allocated(sizes, size_of(dtype), device,
+                   [&] { return torch::stable::empty(sizes, dtype, std::nullopt, device); });
+}
+
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return allocated(tensor.sizes(), tensor.element_size(), tensor.device(),
+                   [&] { return torch::stable::contiguous(tensor); });
+}
+
 // The one copy that the library makes of an argument: attention reads D with stride 1.
+inline bool has_unit_head_dim(const Tensor& tensor) {
+  const std::int64_t last = tensor.defined() ? tensor.dim() - 1 : -1;
+  return last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1;
+}
 inline Tensor with_unit_head_dim(const Tensor& tensor) {
-  const std::int64_t last = tensor.dim() - 1;
-  return !tensor.defined() || last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1
-             ? tensor
-             : torch::stable::contiguous(tensor);
+  return has_unit_head_dim(tensor) ? tensor : as_contiguous(tensor);
 }
 
 // Where a call's tensors are, made the current device for as long as this lives; work goes to its current stream.
@@ -122,8 +171,9 @@ class CallDevice {
       : device_(first.defined() ? first.device() : torch::stable::Device(torch::headeronly::DeviceType::CPU)) {
     for (const auto& [other_name, other] : tensors) {
       if (!*other || !(*other)->defined() || (*other)->device() == device_) continue;
-      check(Status::invalid(other_name, std::string("must be on the device of ") + name,
-                            show(other_name, (*other)->device()) + ", " + show(name, device_)));
+      check(Status::invalid(
+          other_name, std::string("must be on the device of ") + name,
+          std::string(other_name) + " on " + name_of((*other)->device()) + ", " + name + " on " + name_of(device_)));
     }
     if (!is_cuda()) return;
     guard_.emplace(device_.index());
@@ -138,7 +188,7 @@ class CallDevice {
   const Device& native() const { return native_; }
 
   Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) const {
-    return torch::stable::empty(sizes, dtype, std::nullopt, device_);
+    return make_empty(sizes, dtype, device_);
   }
   Tensor empty_like_shape(const Tensor& tensor) const { return empty(tensor.sizes(), tensor.scalar_type()); }
 
@@ -150,11 +200,6 @@ class CallDevice {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     if (library == nullptr) return nullptr;
     return reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
-  }
-
-  static std::string show(const char* name, const torch::stable::Device& device) {
-    const bool cuda = device.type() == torch::headeronly::DeviceType::CUDA;
-    return std::string(name) + " on " + (cuda ? "cuda:" + std::to_string(device.index()) : "cpu");
   }
 
   torch::stable::Device device_;

@@ -30,11 +30,11 @@ struct AttentionInputs {
   TensorView value;  // (B, Sk, Hkv, D), T
   // Optional. bool, true = visible: (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key
   // (B or 1, H or Hkv or 1, Sk or 1), or (Sq or 1, Sk or 1).
-  TensorView mask;
+  TensorView mask{};
   // Optional, added to the score. T or float32, the same forms as the mask.
-  TensorView bias;
+  TensorView bias{};
   // Optional. int32 (B): only the first seqlens_k[b] keys of batch element b exist (clamped to [0, Sk]).
-  TensorView seqlens_k;
+  TensorView seqlens_k{};
   // Optional: one interval of query rows per key, as select_keys makes them. A score must be visible by
   // the intervals and by the mask.
   KeyIntervals intervals{};
@@ -44,7 +44,7 @@ struct AttentionInputs {
 };
 
 struct AttentionOptions {
-  std::optional<double> scale;  // default 1 / sqrt(D)
+  std::optional<double> scale{};  // default 1 / sqrt(D)
   // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias. At least 1e-30 and at most 1e30 but in float64.
   double softcap = 0.0;
   bool is_causal = false;      // row i sees keys j <= i + n - Sq, n = the keys that exist
@@ -62,10 +62,10 @@ struct AttentionOutputs {
 
 // What the backward reads beside the forward's inputs.
 struct AttentionCotangents {
-  TensorView out;   // the forward's result, any strides with D's 1
-  TensorView lse;   // the forward's result, contiguous
-  TensorView dout;  // (B, Sq, H, D), T: gradient of the loss by out
-  TensorView dlse;  // optional (B, H, Sq), lse's dtype, any strides: gradient of the loss by lse
+  TensorView out;     // the forward's result, any strides with D's 1
+  TensorView lse;     // the forward's result, contiguous
+  TensorView dout;    // (B, Sq, H, D), T: gradient of the loss by out
+  TensorView dlse{};  // optional (B, H, Sq), lse's dtype, any strides: gradient of the loss by lse
   // Optional, the forward's result, contiguous. Without it gradients lose accuracy where scores are large: a rounding
   // of lse by 0.01 is 1 % of every probability.
   TensorView row_stats{};
@@ -73,10 +73,10 @@ struct AttentionCotangents {
 
 // Contiguous; a view left undefined is not computed.
 struct AttentionGradients {
-  TensorView dquery;  // (B, Sq, H, D), T
-  TensorView dkey;    // (B, Sk, Hkv, D), T
-  TensorView dvalue;  // (B, Sk, Hkv, D), T
-  TensorView dbias;   // the bias's shape and dtype; summed over every broadcast dimension
+  TensorView dquery{};  // (B, Sq, H, D), T
+  TensorView dkey{};    // (B, Sk, Hkv, D), T
+  TensorView dvalue{};  // (B, Sk, Hkv, D), T
+  TensorView dbias{};   // the bias's shape and dtype; summed over every broadcast dimension
 };
 
 // How much work a call did, in score tiles and in scores (one query row x one key of one head).

@@ -63,7 +63,8 @@ Status plan_chunks(const AttentionInputs&, const AttentionOptions&, std::int64_t
 //   mask        bool (B, heads, Sq, Sk), any strides; no dimension is broadcast
 //   is_causal   rows that the causal rule hides from a key (i < j - (Sk - Sq)) count as not seeing it, so that
 //               the intervals are right for calls with that rule only
-//   intervals   contiguous (B, heads, Sk); their contents mean nothing if *exact comes out false
+//   intervals   contiguous (B, heads, Sk); their contents mean nothing if *exact comes out false. The query below may
+//               be made without them
 // One pass over the mask, at most; O(Sk) memory beside it, which on CUDA is the workspace. There the call waits for the
 // stream, since *exact is on the host: a mask is looked at once and used many times.
 Status mask_intervals_workspace(const TensorView& mask, const KeyIntervals& intervals, const SelectionContext&,

@@ -25,9 +25,9 @@ struct KeyIntervals {
 };
 
 struct SelectionInputs {
-  TensorView scores;     // (B, heads, Sk): float16, bfloat16, float32 or float64; any strides
-  TensorView key_mask;   // optional bool (B or 1, heads or 1, Sk): false hides the key from every row
-  TensorView seqlens_k;  // optional int32 (B): only the first seqlens_k[b] keys exist
+  TensorView scores;       // (B, heads, Sk): float16, bfloat16, float32 or float64; any strides
+  TensorView key_mask{};   // optional bool (B or 1, heads or 1, Sk): false hides the key from every row
+  TensorView seqlens_k{};  // optional int32 (B): only the first seqlens_k[b] keys exist
 };
 
 struct SelectionOptions {

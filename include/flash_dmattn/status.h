@@ -1,4 +1,4 @@
-// The result of every library call that can fail. No call throws.
+// The result of every library call that can fail. No call throws: memory that runs out is a failure, too.
 #pragma once
 
 #include <string>

@@ -23,12 +23,18 @@ def check_bool(name: str, value: object) -> None:
 
 
 def as_int(name: str, value: object) -> int:
-    """The value as an integer of 64 bits; what does not fit becomes the nearest, which the library judges."""
+    """The value as an integer, which the library judges if it is one of 64 bits.
+
+    Raises:
+        TypeError: it is no integer. ValueError: it does not fit 64 bits.
+    """
     if isinstance(value, torch.SymInt):
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int; got {name} of type {type(value).__name__}")
-    return max(-(2**63), min(int(value), 2**63 - 1))
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit 64 bits; got {name} {value}")
+    return int(value)
 
 
 def as_number(name: str, value: object) -> float:

@@ -31,6 +31,11 @@ _select_op = torch.ops.flash_dmattn.select_keys.default
 _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
 
 
+def _text(codes: list[int]) -> str:
+    """What an operator returns as text: its bytes as integers (torch/ops.cpp says why)."""
+    return bytes(codes).decode()
+
+
 class CudaInfo(NamedTuple):
     """What the library was compiled with for GPUs."""
 
@@ -42,12 +47,13 @@ class CudaInfo(NamedTuple):
 
 def cuda_info() -> CudaInfo:
     """Asks neither driver nor GPU. Source: flash_dmattn::cuda_info() in include/flash_dmattn/info.h."""
-    return CudaInfo(*torch.ops.flash_dmattn.cuda_info())
+    toolkit, architectures = torch.ops.flash_dmattn.cuda_info()
+    return CudaInfo(toolkit, _text(architectures).split())
 
 
 def cuda_kernels(device: int) -> str:
     """The kernels that run on torch's CUDA device of this index: "portable", or "none"."""
-    return torch.ops.flash_dmattn.cuda_kernels(*torch.cuda.get_device_capability(device))
+    return _text(torch.ops.flash_dmattn.cuda_kernels(*torch.cuda.get_device_capability(device)))
 
 
 # Devices whose tensors the operators take, by the name of the backend. Meta tensors carry shapes only.
@@ -73,7 +79,8 @@ class CpuInfo(NamedTuple):
 
 def cpu_info() -> CpuInfo:
     """Source: flash_dmattn::cpu_info() in include/flash_dmattn/info.h."""
-    return CpuInfo(*torch.ops.flash_dmattn.cpu_info())
+    version, isa_float, isa_bfloat16, compiled, supported = _text(torch.ops.flash_dmattn.cpu_info()).split("\n")
+    return CpuInfo(version, isa_float, isa_bfloat16, compiled.split(), supported.split())
 
 
 def attention_forward(
@@ -178,7 +185,8 @@ def plan_report(query: Tensor, key: Tensor, *others: Tensor | bool | None) -> tu
     """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal, deterministic and
     KeyIntervals.window_size."""
     _check_planned(query, key, *others[:4])
-    return torch.ops.flash_dmattn.plan_report(query, key, *others)
+    counts, backend, rule = torch.ops.flash_dmattn.plan_report(query, key, *others)
+    return counts, _text(backend), _text(rule)
 
 
 def plan_chunks(query: Tensor, key: Tensor, *others: Tensor | bool | int | None) -> tuple[Tensor, ...]:

@@ -190,6 +190,8 @@ def _stand_ins(
             shape = [as_int(name, size) for size in value]
             if len(shape) != 4 or min(shape) < 0:
                 raise ValueError(f"{name} must have 4 dimensions, none negative; got {name} {tuple(shape)}")
+            if math.prod(shape) >= 2**63:
+                raise ValueError(f"{name} must have fewer than 2^63 elements; got {name} {tuple(shape)}")
             value = torch.empty((), dtype=dtype, device=device).expand(shape)
         made.append(value)
     return made[0], made[1]

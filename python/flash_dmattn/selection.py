@@ -35,7 +35,8 @@ class KeyIntervals:
     window_size: int = 0
 
     def __post_init__(self) -> None:
-        if as_int("window_size", self.window_size) < 0:
+        object.__setattr__(self, "window_size", as_int("window_size", self.window_size))
+        if self.window_size < 0:
             raise ValueError(f"window_size must be at least 0; got window_size {self.window_size}")
         for name, bound in (("begin", self.begin), ("end", self.end)):
             check_tensor(name, bound)
@@ -221,13 +222,18 @@ class KeyIntervals:
         """
         if device is None:
             device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.get_default_device()
-        bounds = torch.as_tensor(cu_seqlens)
+        try:
+            bounds = torch.as_tensor(cu_seqlens)
+        except (OverflowError, RuntimeError, ValueError) as error:
+            raise ValueError(f"cu_seqlens must make a tensor of integers; got cu_seqlens {cu_seqlens!r}") from error
         if bounds.dim() != 1 or len(bounds) == 0 or bounds.is_floating_point() or bounds.dtype == torch.bool:
             raise ValueError(
                 "cu_seqlens must be integers of 1 dimension, at least one; got cu_seqlens "
                 f"{str(bounds.dtype).removeprefix('torch.')} {tuple(bounds.shape)}"
             )
         bounds = bounds.to("cpu", torch.int64)
+        if bounds[-1] >= 2**31:
+            raise ValueError(f"cu_seqlens must end below 2^31; got {int(bounds[-1])} at the end")
         if bounds[0] != 0 or (bounds.diff() < 0).any():
             raise ValueError(f"cu_seqlens must begin with 0 and never fall; got {bounds.tolist()}")
         length = int(bounds[-1]) if seqlen is None else _length("seqlen", seqlen)

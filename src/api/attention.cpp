@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "api/public_call.h"
 #include "api/validate.h"
 #include "api/workspace.h"
 #include "cpu/backend.h"
@@ -72,23 +73,30 @@ void clear_gradients(const BackwardProblem& problem) {
 }  // namespace
 
 Status attention_plan_bytes(const AttentionInputs& inputs, const AttentionOptions& options,
-                            const AttentionContext& context, std::size_t* bytes) {
+                            const AttentionContext& context, std::size_t* bytes) try {
+  if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   AttentionProblem problem;
   Status status = internal::make_planned_problem(inputs, options, &problem);
   return status.ok() ? plan_bytes(problem, context, bytes) : status;
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status attention_plan_workspace(const AttentionInputs& inputs, const AttentionOptions& options,
-                                const AttentionContext& context, std::size_t* bytes) {
+                                const AttentionContext& context, std::size_t* bytes) try {
+  if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   AttentionProblem problem;
   if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
   *bytes = 0;
   return may_be_planned(problem, context) ? internal::cuda::attention_plan_workspace(problem, bytes) : Status();
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status make_attention_plan(const AttentionInputs& inputs, const AttentionOptions& options, void* plan,
                            std::size_t bytes, void* workspace, std::size_t workspace_bytes,
-                           const AttentionContext& context) {
+                           const AttentionContext& context) try {
+  if (Status status = internal::check_device(context.device); !status.ok()) return status;
   AttentionProblem problem;
   if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
   problem.plan = nullptr;
@@ -100,26 +108,35 @@ Status make_attention_plan(const AttentionInputs& inputs, const AttentionOptions
   if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed_workspace);
   if (!status.ok()) return status;
   return internal::cuda::make_attention_plan(problem, plan, workspace, context.device.stream);
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status attention_forward_workspace(const AttentionInputs& inputs, const AttentionOptions& options,
-                                   const AttentionContext& context, std::size_t* bytes) {
+                                   const AttentionContext& context, std::size_t* bytes) try {
+  if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   AttentionProblem problem;
   Status status = internal::make_problem(inputs, options, &problem);
   return status.ok() ? forward_bytes(problem, context, bytes) : status;
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status attention_backward_workspace(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
                                     const AttentionOptions& options, const AttentionGradients& gradients,
-                                    const AttentionContext& context, std::size_t* bytes) {
+                                    const AttentionContext& context, std::size_t* bytes) try {
+  if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   BackwardProblem problem;
   Status status = internal::make_backward_problem(inputs, cotangents, options, gradients, &problem);
   return status.ok() ? backward_bytes(problem, context, bytes) : status;
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& options,
                          const AttentionOutputs& outputs, void* workspace, std::size_t workspace_bytes,
-                         const AttentionContext& context) {
+                         const AttentionContext& context) try {
+  if (Status status = internal::check_device(context.device); !status.ok()) return status;
   ForwardProblem problem;
   if (Status status = internal::make_forward_problem(inputs, options, outputs, &problem); !status.ok()) return status;
   if (problem.empty()) return Status();
@@ -134,11 +151,14 @@ Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& 
     internal::cpu::forward(problem, workspace, executor_of(context), context.counters);
   }
   return Status();
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status attention_backward(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
                           const AttentionOptions& options, const AttentionGradients& gradients, void* workspace,
-                          std::size_t workspace_bytes, const AttentionContext& context) {
+                          std::size_t workspace_bytes, const AttentionContext& context) try {
+  if (Status status = internal::check_device(context.device); !status.ok()) return status;
   BackwardProblem problem;
   if (Status status = internal::make_backward_problem(inputs, cotangents, options, gradients, &problem); !status.ok()) {
     return status;
@@ -156,26 +176,34 @@ Status attention_backward(const AttentionInputs& inputs, const AttentionCotangen
     internal::cpu::backward(problem, workspace, executor_of(context), context.counters);
   }
   return Status();
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& options,
-                         const AttentionOutputs& outputs, const AttentionContext& context) {
+                         const AttentionOutputs& outputs, const AttentionContext& context) try {
   if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
   std::size_t bytes = 0;
   if (Status status = attention_forward_workspace(inputs, options, context, &bytes); !status.ok()) return status;
   const internal::OwnWorkspace workspace(bytes);
+  if (Status status = workspace.status(); !status.ok()) return status;
   return attention_forward(inputs, options, outputs, workspace.get(), bytes, context);
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status attention_backward(const AttentionInputs& inputs, const AttentionCotangents& cotangents,
                           const AttentionOptions& options, const AttentionGradients& gradients,
-                          const AttentionContext& context) {
+                          const AttentionContext& context) try {
   if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
   std::size_t bytes = 0;
   Status status = attention_backward_workspace(inputs, cotangents, options, gradients, context, &bytes);
   if (!status.ok()) return status;
   const internal::OwnWorkspace workspace(bytes);
+  if (Status status = workspace.status(); !status.ok()) return status;
   return attention_backward(inputs, cotangents, options, gradients, workspace.get(), bytes, context);
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 }  // namespace flash_dmattn

@@ -75,7 +75,27 @@ Status check_rank(const char* name, const TensorView& view, int min_rank, int ma
 
 Status check_length(const char* name, const TensorView& view, std::int64_t length) {
   if (length <= kMaxLength) return {};
-  return Status::invalid(name, "must have fewer than 2^31 positions", show(name, view));
+  return Status::invalid(name, "must have fewer than 2^31 - 2048 positions", show(name, view));
+}
+
+bool product_fits(std::initializer_list<std::int64_t> sizes, std::int64_t limit) {
+  std::int64_t product = 1;
+  for (const std::int64_t size : sizes) {
+    if (size > 1 && __builtin_mul_overflow(product, size, &product)) return false;
+  }
+  return product <= limit;
+}
+
+Status check_counts(const char* name, const TensorView& view, std::int64_t batch, std::int64_t heads,
+                    std::int64_t length) {
+  if (!product_fits({batch, heads}, kMaxHeads)) {
+    return Status::invalid(name, "must have fewer than 2^31 heads in all batch elements", show(name, view));
+  }
+  if (!product_fits({batch, heads, length}, kMaxPositions)) {
+    return Status::invalid(name, "must have fewer than 2^44 positions in all heads and batch elements",
+                           show(name, view));
+  }
+  return {};
 }
 
 Status check_memory(const char* name, const TensorView& view, Layout layout) {

@@ -1,5 +1,6 @@
 #include "flash_dmattn/selection.h"
 
+#include "api/public_call.h"
 #include "api/validate.h"
 #include "api/workspace.h"
 #include "cuda/backend.h"
@@ -23,14 +24,18 @@ Status selection_bytes(const SelectionProblem& problem, const SelectionContext& 
 }  // namespace
 
 Status select_keys_workspace(const SelectionInputs& inputs, const SelectionOptions& options,
-                             const SelectionContext& context, std::size_t* bytes) {
+                             const SelectionContext& context, std::size_t* bytes) try {
+  if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   SelectionProblem problem;
   Status status = internal::make_selection_problem(inputs, options, nullptr, &problem);
   return status.ok() ? selection_bytes(problem, context, bytes) : status;
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status select_keys(const SelectionInputs& inputs, const SelectionOptions& options, const KeyIntervals& intervals,
-                   void* workspace, std::size_t workspace_bytes, const SelectionContext& context) {
+                   void* workspace, std::size_t workspace_bytes, const SelectionContext& context) try {
+  if (Status status = internal::check_device(context.device); !status.ok()) return status;
   SelectionProblem problem;
   Status status = internal::make_selection_problem(inputs, options, &intervals, &problem);
   if (!status.ok()) return status;
@@ -41,15 +46,20 @@ Status select_keys(const SelectionInputs& inputs, const SelectionOptions& option
   if (context.device.is_cuda()) return internal::cuda::select_on_device(problem, workspace, context.device.stream);
   internal::select_on_host(problem, workspace, executor_of(context));
   return Status();
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 Status select_keys(const SelectionInputs& inputs, const SelectionOptions& options, const KeyIntervals& intervals,
-                   const SelectionContext& context) {
+                   const SelectionContext& context) try {
   if (Status status = internal::check_own_workspace(context.device); !status.ok()) return status;
   std::size_t bytes = 0;
   if (Status status = select_keys_workspace(inputs, options, context, &bytes); !status.ok()) return status;
   const internal::OwnWorkspace workspace(bytes);
+  if (Status status = workspace.status(); !status.ok()) return status;
   return select_keys(inputs, options, intervals, workspace.get(), bytes, context);
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
 }
 
 }  // namespace flash_dmattn

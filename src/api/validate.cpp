@@ -4,7 +4,6 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <limits>
 #include <sstream>
 #include <string>
@@ -17,16 +16,8 @@ namespace {
 
 constexpr std::int64_t kMaxBytes = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kMaxHeadDim = 256;
-
-// Whether a * b * ... stays within `limit`. Zeros count as one, so that no product of some of the sizes
-// overflows either.
-bool product_fits(std::initializer_list<std::int64_t> sizes, std::int64_t limit) {
-  std::int64_t product = 1;
-  for (const std::int64_t size : sizes) {
-    if (size > 1 && __builtin_mul_overflow(product, size, &product)) return false;
-  }
-  return product <= limit;
-}
+// Query heads of a key head: all of them may share a block of scratch memory, in which they are counted in 32 bits.
+constexpr std::int64_t kMaxGroup = 1 << 16;
 
 // ---- The inputs together.
 
@@ -74,8 +65,20 @@ Status check_sizes(const AttentionInputs& inputs) {
   if (key_heads == 0 ? heads != 0 : heads % key_heads != 0) {
     return Status::invalid("query", "must have a multiple of key's heads", both("query", query, "key", key));
   }
-  if (!product_fits({query.shape[0], query.shape[1], heads, key.shape[1]}, kMaxBytes / 2)) {
-    return Status::invalid("query", "must make fewer than 2^62 scores B * H * Sq * Sk with key",
+  if (key_heads > 0 && heads / key_heads > kMaxGroup) {
+    return Status::invalid("query", "must have at most 65536 heads for each of key's",
+                           both("query", query, "key", key));
+  }
+  if (Status status = check_counts("query", query, query.shape[0], heads, query.shape[1]); !status.ok()) return status;
+  if (Status status = check_counts("key", key, key.shape[0], key_heads, key.shape[1]); !status.ok()) return status;
+  // What is made for each query head: intervals have up to one for every key.
+  if (!product_fits({query.shape[0], heads, key.shape[1]}, kMaxPositions)) {
+    return Status::invalid("key", "must have fewer than 2^44 positions for all heads of query and batch elements",
+                           both("key", key, "query", query));
+  }
+  // A bias may have an entry for each of them, whose gradients are summed in float32.
+  if (!product_fits({query.shape[0], query.shape[1], heads, key.shape[1]}, kMaxBytes / 8)) {
+    return Status::invalid("query", "must make fewer than 2^60 scores B * H * Sq * Sk with key",
                            both("query", query, "key", key));
   }
   return {};
@@ -337,11 +340,12 @@ Status make_selection_problem(const SelectionInputs& inputs, const SelectionOpti
   if (options.window_size < 0) {
     return Status::invalid("window_size", "must not be negative", "window_size " + std::to_string(options.window_size));
   }
-  if (options.seqlen_q < 0 || options.seqlen_q > kMaxLength) {
+  if (options.seqlen_q < 0 || options.seqlen_q > std::numeric_limits<std::int32_t>::max()) {
     return Status::invalid("seqlen_q", "must be between 0 and 2^31 - 1",
                            "seqlen_q " + std::to_string(options.seqlen_q));
   }
   if (Status status = check_length("scores", scores, keys); !status.ok()) return status;
+  if (Status status = check_counts("scores", scores, batch, heads, keys); !status.ok()) return status;
   if (mask.rank != 0) {
     if (Status status = check_rank("key_mask", mask, 3, 3); !status.ok()) return status;
     if (mask.dtype != DType::kBool) {
@@ -383,15 +387,18 @@ Status make_selection_problem(const SelectionInputs& inputs, const SelectionOpti
   return {};
 }
 
-Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals& intervals,
+Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals* intervals,
                                    MaskIntervalsProblem* problem) {
   *problem = {};
-  const Dims shape = {mask.shape[0], mask.shape[1], mask.shape[3]};
-  Status status =
-      check_all({{"mask", &mask, DType::kBool, "(B, heads, Sq, Sk)", 4, mask.shape, Layout::kAny},
-                 {"intervals.begin", &intervals.begin, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous},
-                 {"intervals.end", &intervals.end, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous}});
+  Status status = check_expected({"mask", &mask, DType::kBool, "(B, heads, Sq, Sk)", 4, mask.shape, Layout::kAny});
   if (status.ok()) status = check_length("mask", mask, std::max(mask.shape[2], mask.shape[3]));
+  if (status.ok()) status = check_counts("mask", mask, mask.shape[0], mask.shape[1], mask.shape[3]);
+  if (status.ok() && intervals != nullptr) {
+    const Dims shape = {mask.shape[0], mask.shape[1], mask.shape[3]};
+    status =
+        check_all({{"intervals.begin", &intervals->begin, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous},
+                   {"intervals.end", &intervals->end, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous}});
+  }
   if (!status.ok()) return status;
   problem->batch = mask.shape[0];
   problem->heads = mask.shape[1];
@@ -399,8 +406,10 @@ Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals& i
   problem->keys = mask.shape[3];
   problem->mask = static_cast<const std::uint8_t*>(mask.data);
   std::copy_n(mask.strides.begin(), 4, problem->strides);
-  problem->begin = static_cast<std::int32_t*>(intervals.begin.data);
-  problem->end = static_cast<std::int32_t*>(intervals.end.data);
+  if (intervals != nullptr) {
+    problem->begin = static_cast<std::int32_t*>(intervals->begin.data);
+    problem->end = static_cast<std::int32_t*>(intervals->end.data);
+  }
   return {};
 }
 

@@ -22,7 +22,7 @@ Status make_planned_problem(AttentionInputs, const AttentionOptions&, AttentionP
 // A selection; without the intervals for workspace queries, which know none yet.
 Status make_selection_problem(const SelectionInputs&, const SelectionOptions&, const KeyIntervals*, SelectionProblem*);
 
-// All of it but is_causal.
-Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals&, MaskIntervalsProblem*);
+// All of it but is_causal; without the intervals for workspace queries.
+Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals*, MaskIntervalsProblem*);
 
 }  // namespace flash_dmattn::internal

@@ -31,18 +31,25 @@ inline Status check_own_workspace(const Device& device) {
   return Status::invalid("workspace", "must be given on CUDA, where no call allocates", "none");
 }
 
-// Scratch memory for the duration of one call; null if there is none to be had.
+// Scratch memory for the duration of one call.
 class OwnWorkspace {
  public:
   explicit OwnWorkspace(std::size_t bytes)
-      : memory_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow)) {}
+      : bytes_(bytes),
+        memory_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow)) {}
   ~OwnWorkspace() { ::operator delete(memory_, std::align_val_t{kWorkspaceAlignment}); }
   OwnWorkspace(const OwnWorkspace&) = delete;
   OwnWorkspace& operator=(const OwnWorkspace&) = delete;
 
+  // Whether there was enough memory to be had.
+  Status status() const {
+    if (bytes_ == 0 || memory_ != nullptr) return Status();
+    return Status::failed("allocation", std::to_string(bytes_) + " bytes of workspace asked for, out of memory");
+  }
   void* get() const { return memory_; }
 
  private:
+  std::size_t bytes_;
   void* memory_;
 };
 

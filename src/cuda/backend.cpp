@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
+#include <string>
 
 #include "api/log.h"
 #include "cuda/decode/decode.h"
@@ -187,6 +188,18 @@ struct BackwardScratch {
   }
 };
 
+// That no launch has more blocks of keys than a grid may.
+Status check_key_blocks(const BackwardProblem& problem, const PreparedVisibility& prepared,
+                        const BackwardScratch& scratch) {
+  const std::int64_t tile_keys = backward_tiles(static_cast<int>(problem.head_dim), shared_limit()).keys;
+  const std::int64_t listed = prepared.plan.capacity / tile_keys * std::int64_t{scratch.launch_chunks};
+  const std::int64_t tiles = (problem.keys + tile_keys - 1) / tile_keys + listed;
+  if (tiles * problem.batch * problem.key_heads * scratch.splits <= std::numeric_limits<std::int32_t>::max()) return {};
+  return Status::invalid("key", "must have fewer than 2^31 tiles of keys in a backward on CUDA, listed ones included",
+                         "B " + std::to_string(problem.batch) + ", Sk " + std::to_string(problem.keys) + ", Hkv " +
+                             std::to_string(problem.key_heads));
+}
+
 BackwardParams backward_params(const BackwardProblem& problem, const PreparedVisibility& prepared,
                                const BackwardScratch& scratch) {
   BackwardParams params;
@@ -307,7 +320,7 @@ void launch_results(const BackwardProblem& problem, const PreparedVisibility& pr
 Status attention_plan_bytes(const AttentionProblem& problem, std::size_t* bytes) {
   *bytes = 0;
   if (!is_planned(problem)) return {};
-  if (Status status = check_lengths(problem); !status.ok()) return status;
+  if (Status status = check_blocks(problem); !status.ok()) return status;
   Arena arena(nullptr);
   PreparedVisibility().place(problem, &arena);
   *bytes = arena.used();
@@ -317,7 +330,7 @@ Status attention_plan_bytes(const AttentionProblem& problem, std::size_t* bytes)
 Status attention_plan_workspace(const AttentionProblem& problem, std::size_t* bytes) {
   *bytes = 0;
   if (!is_planned(problem)) return {};
-  if (Status status = check_lengths(problem); !status.ok()) return status;
+  if (Status status = check_blocks(problem); !status.ok()) return status;
   Arena arena(nullptr);
   PreparedVisibility prepared;
   prepared.place(problem, &arena);
@@ -385,9 +398,10 @@ Status backward_workspace(const BackwardProblem& problem, std::size_t* bytes) {
   Arena arena(nullptr);
   PreparedVisibility prepared;
   prepared.prepare(problem, &arena, false, nullptr, nullptr);
-  BackwardScratch().take(problem, prepared, &arena);
+  BackwardScratch scratch;
+  scratch.take(problem, prepared, &arena);
   *bytes = arena.used();
-  return {};
+  return check_key_blocks(problem, prepared, scratch);
 }
 
 Status backward(const BackwardProblem& problem, void* workspace, void* stream_handle) {

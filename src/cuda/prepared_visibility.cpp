@@ -37,13 +37,13 @@ Visibility visibility_of(const AttentionProblem& problem) {
   return visibility;
 }
 
-Status check_lengths(const AttentionProblem& problem) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 2048;
-  if (problem.rows > kMost || problem.keys > kMost) {
-    return Status::invalid("query", "and key must have fewer than 2^31 - 2048 tokens on CUDA",
-                           std::to_string(problem.rows) + " and " + std::to_string(problem.keys));
-  }
-  return {};
+Status check_blocks(const AttentionProblem& problem) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // of a launch
+  constexpr std::int64_t kLeastRows = 32;                                   // of a block
+  if (problem.batch * problem.heads * ((problem.rows + kLeastRows - 1) / kLeastRows) <= kMost) return {};
+  return Status::invalid("query", "must have fewer than 2^31 tiles of 32 rows in all heads and batch elements on CUDA",
+                         "B " + std::to_string(problem.batch) + ", Sq " + std::to_string(problem.rows) + ", H " +
+                             std::to_string(problem.heads));
 }
 
 Status check_problem(const AttentionProblem& problem) {
@@ -52,7 +52,7 @@ Status check_problem(const AttentionProblem& problem) {
     return Status::invalid("query", "must be float16 or bfloat16 on CUDA",
                            std::string("query ") + name_of(problem.dtype));
   }
-  return check_lengths(problem);
+  return check_blocks(problem);
 }
 
 bool is_planned(const AttentionProblem& problem) { return problem.mask.defined() || problem.interval_begin.defined(); }

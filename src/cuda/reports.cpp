@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "cuda/backend.h"
 #include "cuda/device_kernels.h"
@@ -74,6 +75,11 @@ Status plan_report(const AttentionProblem& problem, void* workspace, void* strea
 
 Status mask_intervals_workspace(const MaskIntervalsProblem& problem, std::size_t* bytes) {
   *bytes = mask_intervals_bytes(problem);
+  if (!mask_intervals_fit(problem)) {
+    return Status::invalid("mask", "must be one that fewer than 2^31 blocks of 240 rows and 512 keys cover on CUDA",
+                           "B " + std::to_string(problem.batch) + ", heads " + std::to_string(problem.heads) + ", Sq " +
+                               std::to_string(problem.rows) + ", Sk " + std::to_string(problem.keys));
+  }
   return check_current_device();
 }
 

@@ -107,7 +107,11 @@ void require_sound(const Status& status, const AttentionProblem& p) {
   require(p.batch >= 0 && p.rows >= 0 && p.keys >= 0 && p.heads >= 0 && p.key_heads >= 0);
   require(p.head_dim >= 1 && p.head_dim <= 256);
   require(p.key_heads == 0 ? p.heads == 0 : p.heads % p.key_heads == 0);
-  std::int64_t scores = 0;  // does not overflow, zeros or not
+  // None of these overflows, zeros or not.
+  require(p.batch * p.heads < std::int64_t{1} << 31 && p.batch * p.key_heads < std::int64_t{1} << 31);
+  require(p.group() <= 65536);
+  require(p.batch * p.heads * p.rows < std::int64_t{1} << 44 && p.batch * p.heads * p.keys < std::int64_t{1} << 44);
+  std::int64_t scores = 0;
   require(!__builtin_mul_overflow(p.batch * p.heads, p.rows * p.keys, &scores));
   if (p.mask.defined()) require_sound(p.mask, p);
   if (p.bias.defined()) require_sound(p.bias, p);

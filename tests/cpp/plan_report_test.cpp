@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <random>
 #include <string>
@@ -82,7 +83,78 @@ TEST(Plans, RefuseBadArguments) {
   EXPECT_EQ(argument_of(plan_chunks(inputs, {}, 0, -1, &chunks)), "head");
   const Call precise = call.in_float64();
   EXPECT_EQ(argument_of(plan_chunks(precise.inputs(), {}, 0, 0, &chunks)), "query");
-  EXPECT_EQ(argument_of(mask_intervals(inputs.query, false, {}, nullptr)), "mask");
+  bool exact = false;
+  EXPECT_EQ(argument_of(mask_intervals(inputs.query, false, {}, &exact)), "mask");
+}
+
+// A query and a key of these sizes, expanded from one element.
+AttentionInputs expanded_inputs(DType dtype, const testing::Shape& s) {
+  static const double element = 0;
+  AttentionInputs inputs;
+  inputs.query = contiguous_view(&element, dtype, s.batch, s.rows, s.heads, s.head_dim);
+  inputs.key = contiguous_view(&element, dtype, s.batch, s.keys, s.key_heads, s.head_dim);
+  for (TensorView* view : {&inputs.query, &inputs.key}) view->strides = {0, 0, 0, 1};
+  inputs.value = inputs.key;
+  return inputs;
+}
+
+TEST(Plans, OfTooManyHeadsAreRefused) {
+  PlanReport report;
+  std::vector<PlannedChunk> chunks;
+  for (const std::int64_t heads : {std::int64_t{65537}, std::int64_t{1} << 31, std::int64_t{1} << 40}) {
+    const AttentionInputs inputs = expanded_inputs(DType::kFloat32, {1, 8, 8, heads, 1, 8});
+    EXPECT_EQ(argument_of(plan_report(inputs, {}, &report)), "query");
+    EXPECT_EQ(argument_of(plan_chunks(inputs, {}, 0, 0, &chunks)), "query");
+  }
+  // The most that there may be in a group, in one pass over the plan.
+  ASSERT_EQ(plan_report(expanded_inputs(DType::kFloat32, {1, 8, 8, 65536, 1, 8}), {}, &report).message(), "ok");
+  EXPECT_EQ(report.shared_heads, 65536);
+  EXPECT_EQ(report.counters.scores_kept, 65536 * 8 * 8);
+}
+
+// Sizes that are allowed make sizes of memory that nothing wraps around.
+TEST(Plans, OfTheLargestSizesTakeACountableNumberOfBytes) {
+  constexpr std::int64_t kLongest = (std::int64_t{1} << 31) - 2049, kMostHeads = (std::int64_t{1} << 31) - 1;
+  const testing::Shape shapes[] = {
+      {1, kLongest, 8, 64, 1, 256},
+      {1, 8, kLongest, 64, 64, 256},
+      {1, 1 << 28, kLongest, 1, 1, 256},
+      {kMostHeads, 1, 8192 - 1, 1, 1, 1},
+      {1, 1, 8192 - 1, kMostHeads, kMostHeads, 1},
+      {1, 128, 8, 65536, 1, 256},
+      {1 << 14, 128, 8, 65536, 1, 256},
+      {kMostHeads, 8192 - 1, 1, 1, 1, 1},
+  };
+  static const double element = 0;
+  SerialExecutor executor(64);
+  for (const testing::Shape& s : shapes) {
+    for (const bool masked : {false, true}) {
+      AttentionInputs inputs = expanded_inputs(DType::kBFloat16, s);
+      if (masked) {
+        inputs.mask = contiguous_view(&element, DType::kBool, s.batch, s.heads, s.rows, s.keys);
+        inputs.intervals.begin = contiguous_view(&element, DType::kInt32, s.batch, s.heads, s.keys);
+        inputs.mask.strides = inputs.intervals.begin.strides = {};
+        inputs.intervals.end = inputs.intervals.begin;
+      }
+      AttentionCotangents cotangents;
+      cotangents.out = cotangents.dout = inputs.query;
+      cotangents.lse = contiguous_view(&element, DType::kFloat32, s.batch, s.heads, s.rows);
+      AttentionGradients gradients;
+      gradients.dquery = contiguous_view(&element, DType::kBFloat16, s.batch, s.rows, s.heads, s.head_dim);
+      gradients.dkey = contiguous_view(&element, DType::kBFloat16, s.batch, s.keys, s.key_heads, s.head_dim);
+      gradients.dvalue = gradients.dkey;
+      const AttentionContext context = {.executor = &executor};
+      std::size_t forward = 0, backward = 0;
+      ASSERT_EQ(attention_forward_workspace(inputs, {}, context, &forward).message(), "ok");
+      ASSERT_EQ(attention_backward_workspace(inputs, cotangents, {}, gradients, context, &backward).message(), "ok");
+      // Above what the largest part takes, and far from wrapping around.
+      const auto at_least = [&](double bytes) {
+        EXPECT_GE(static_cast<double>(std::min(forward, backward)), bytes);
+        EXPECT_LE(static_cast<double>(std::max(forward, backward)), std::ldexp(1.0, 62));
+      };
+      at_least(masked ? 12.0 * static_cast<double>(s.batch * s.heads) * static_cast<double>(s.keys) : 1.0);
+    }
+  }
 }
 
 TEST(Plans, ReportTheFloat64PathAsItIs) {

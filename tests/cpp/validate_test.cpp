@@ -162,6 +162,15 @@ TEST(Validate, AcceptsAnyStridesOfInputs) {
   EXPECT_EQ(call.backward().message(), "ok");
 }
 
+// The inputs expanded from one token: no sizes fit more memory.
+void set_heads(Call* call, std::int64_t batch, std::int64_t heads, std::int64_t key_heads) {
+  for (TensorView* view : {&call->inputs.query, &call->inputs.key, &call->inputs.value}) {
+    view->shape[0] = batch;
+    view->shape[2] = view == &call->inputs.query ? heads : key_heads;
+    view->strides = {0, 0, 0, 1};
+  }
+}
+
 struct Mistake {
   std::string message;
   std::function<void(Call&)> make;
@@ -201,12 +210,39 @@ const Mistake kMistakes[] = {
        c.inputs.query.shape = {kHuge, kHuge, 8, 64};
        c.inputs.query.strides = {0, 0, 64, 1};
      }},
-    {"key must have fewer than 2^31 positions; got key (2, 2147483648, 2, 64)",
+    {"key must have fewer than 2^31 - 2048 positions; got key (2, 2147481600, 2, 64)",
      [](Call& c) {
-       c.inputs.key.shape[1] = c.inputs.value.shape[1] = std::int64_t{1} << 31;
+       c.inputs.key.shape[1] = c.inputs.value.shape[1] = (std::int64_t{1} << 31) - 2048;
        for (TensorView* view : {&c.inputs.key, &c.inputs.value}) view->strides = {0, 0, 0, 1};
      }},
-    {"query must make fewer than 2^62 scores B * H * Sq * Sk with key; got query (2, 1073741824, 8, 64), key "
+    {"query must have at most 65536 heads for each of key's; got query (2, 16, 65537, 64), key (2, 24, 1, 64)",
+     [](Call& c) { set_heads(&c, 2, 65537, 1); }},
+    {"query must have at most 65536 heads for each of key's; got query (2, 16, 2147483648, 64), key (2, 24, 1, 64)",
+     [](Call& c) { set_heads(&c, 2, std::int64_t{1} << 31, 1); }},
+    {"query must have fewer than 2^31 heads in all batch elements; got query (32768, 16, 65536, 64)",
+     [](Call& c) { set_heads(&c, 32768, 65536, 1); }},
+    {"query must have fewer than 2^31 heads in all batch elements; got query (1, 16, 1099511627776, 64)",
+     [](Call& c) { set_heads(&c, 1, kHuge, kHuge); }},
+    {"key must have fewer than 2^31 heads in all batch elements; got key (1, 24, 1099511627776, 64)",
+     [](Call& c) { set_heads(&c, 1, 0, kHuge); }},
+    {"query must have fewer than 2^44 positions in all heads and batch elements; got query (2, 134217728, 65536, 64)",
+     [](Call& c) {
+       c.inputs.query.shape[1] = std::int64_t{1} << 27;
+       set_heads(&c, 2, 65536, 65536);
+     }},
+    {"key must have fewer than 2^44 positions in all heads and batch elements; got key (2, 134217728, 65536, 64)",
+     [](Call& c) {
+       c.inputs.key.shape[1] = c.inputs.value.shape[1] = std::int64_t{1} << 27;
+       set_heads(&c, 2, 65536, 65536);
+     }},
+    {"key must have fewer than 2^44 positions for all heads of query and batch elements; got key (2, 134217728, 2, "
+     "64), "
+     "query (2, 16, 65536, 64)",
+     [](Call& c) {
+       c.inputs.key.shape[1] = c.inputs.value.shape[1] = std::int64_t{1} << 27;
+       set_heads(&c, 2, 65536, 2);
+     }},
+    {"query must make fewer than 2^60 scores B * H * Sq * Sk with key; got query (2, 1073741824, 8, 64), key "
      "(2, 1073741824, 2, 64)",
      [](Call& c) {
        c.inputs.query.shape[1] = c.inputs.key.shape[1] = c.inputs.value.shape[1] = std::int64_t{1} << 30;
@@ -279,6 +315,58 @@ TEST(Validate, ScaleMustBeFiniteInTheDtypeOfTheScores) {
   low.options.scale = high.options.scale = 1e300;
   EXPECT_EQ(low.forward().argument(), "scale");
   EXPECT_TRUE(high.forward().ok());
+}
+
+// (B, heads, Sk) of one element.
+TensorView expanded(DType dtype, std::int64_t batch, std::int64_t heads, std::int64_t keys) {
+  TensorView view = tensor(dtype, batch, heads, keys);
+  view.strides = {};
+  return view;
+}
+
+TEST(Validate, SelectionsCountTheirHeadsAndKeys) {
+  SelectionProblem problem;
+  const auto message = [&](std::int64_t batch, std::int64_t heads, std::int64_t keys) {
+    return make_selection_problem({.scores = expanded(DType::kFloat16, batch, heads, keys)},
+                                  {.window_size = 4, .seqlen_q = 4}, nullptr, &problem)
+        .message();
+  };
+  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  EXPECT_EQ(message(1, kLimit - 1, 4096), "ok");
+  EXPECT_EQ(message(1, 2, kLimit - 2049), "ok");
+  EXPECT_EQ(message(1, kLimit, 4),
+            "scores must have fewer than 2^31 heads in all batch elements; got scores "
+            "(1, 2147483648, 4)");
+  EXPECT_EQ(message(kHuge, 1, 4),
+            "scores must have fewer than 2^31 heads in all batch elements; got scores "
+            "(1099511627776, 1, 4)");
+  EXPECT_EQ(message(1, 2, kLimit - 2048),
+            "scores must have fewer than 2^31 - 2048 positions; got scores "
+            "(1, 2, 2147481600)");
+  EXPECT_EQ(message(4, 65536, 1 << 26),
+            "scores must have fewer than 2^44 positions in all heads and batch elements; "
+            "got scores (4, 65536, 67108864)");
+}
+
+TEST(Validate, MasksForIntervalsCountTheirHeadsAndKeys) {
+  MaskIntervalsProblem problem;
+  const auto message = [&](std::int64_t batch, std::int64_t heads, std::int64_t rows, std::int64_t keys) {
+    TensorView mask = tensor(DType::kBool, batch, heads, rows, keys);
+    mask.strides = {};
+    return make_mask_intervals_problem(mask, nullptr, &problem).message();
+  };
+  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  EXPECT_EQ(message(1, kLimit - 1, 4, 4), "ok");
+  EXPECT_EQ(message(1, 1, kLimit - 2049, kLimit - 2049), "ok");
+  EXPECT_EQ(message(1, kLimit, 4, 4),
+            "mask must have fewer than 2^31 heads in all batch elements; got mask "
+            "(1, 2147483648, 4, 4)");
+  EXPECT_EQ(message(1, 1, kLimit - 2048, 4),
+            "mask must have fewer than 2^31 - 2048 positions; got mask "
+            "(1, 1, 2147481600, 4)");
+  EXPECT_EQ(message(4, 65536, 1, 1 << 26),
+            "mask must have fewer than 2^44 positions in all heads and batch elements; "
+            "got mask (4, 65536, 1, 67108864)");
 }
 
 TEST(Validate, SurvivesRandomArguments) {

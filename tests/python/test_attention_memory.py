@@ -1,7 +1,8 @@
-"""Memory stays linear in the lengths, and offsets beyond 2^31 elements reach the right bytes."""
+"""Memory stays linear in the lengths, no call keeps any, and offsets beyond 2^31 elements reach the right bytes."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import subprocess
 import sys
@@ -127,6 +128,91 @@ def test_preparing_a_mask_takes_bytes_per_key() -> None:
     assert result.returncode == 0, result.stderr
     taken = int(result.stdout) / 2**20
     assert taken < 4, f"{taken:.1f} MiB beside the mask"
+
+
+EVERY_OPERATOR = """
+import ctypes
+import gc
+import torch
+import flash_dmattn
+
+class Allocated(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Allocated
+
+def allocated():
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd  # bytes that were asked for and not given back
+
+torch.set_num_threads(1)
+operators = torch.ops.flash_dmattn
+query, key = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 1, 8)
+mask, bias = torch.rand(1, 1, 6, 6) < 0.5, torch.randn(1, 2, 1, 6)
+lengths, scores = torch.tensor([5], dtype=torch.int32), torch.randn(1, 1, 6)
+bounds = torch.zeros(1, 1, 6, dtype=torch.int32), torch.full((1, 1, 6), 6, dtype=torch.int32)
+options = None, 0.0, True, False
+tensors = query, key, key, mask, bias, lengths, *bounds, None
+out, lse = operators.attention_forward(*tensors, *options)
+dout, dlse = torch.randn(1, 6, 2, 8), torch.randn(1, 2, 6)
+planned = query, key, mask, lengths, *bounds
+# How each is called, and how it is refused.
+wrong = torch.zeros(1, 6, 1, 4)
+calls = {
+    "attention_forward": (tensors + options, (query, wrong, *tensors[2:], *options)),
+    "attention_backward": (
+        (dout, dlse, *tensors, out, lse, *options, 0, True, True, True, True),
+        (dout, dlse, *tensors, out, lse[:, :1], *options, 0, True, True, True, True),
+    ),
+    "attention_plan": ((*planned, True), (query, wrong, *planned[2:], True)),
+    "select_keys": ((scores, 2, 6, True, None, lengths), (scores, -2, 6, True, None, lengths)),
+    "mask_intervals": ((mask, True), (scores, True)),
+    "plan_report": ((*planned, True, False), (query, wrong, *planned[2:], True, False)),
+    "plan_chunks": ((*planned, True, 0, 0), (*planned, True, 0, 2)),
+    "cpu_info": ((), None),
+    "cuda_info": ((), None),
+    "cuda_kernels": ((9, 0), (-1, 0)),
+    "cuda_plan_bytes": (planned, (query, wrong, *planned[2:])),
+}
+every = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("flash_dmattn::")}
+assert every == {f"flash_dmattn::{name}" for name in calls}, every
+
+def call(name, arguments):
+    try:
+        getattr(operators, name)(*arguments)
+    except ValueError:
+        return False
+    return True
+
+for name, (right, refused) in calls.items():
+    assert call(name, right) or name == "cuda_plan_bytes", name  # which a build without CUDA refuses
+    assert refused is None or not call(name, refused), name
+    for arguments in (right, refused):
+        if arguments is None:
+            continue
+        for _ in range(200):
+            call(name, arguments)
+        gc.collect()
+        before = allocated()
+        for _ in range(10000):
+            call(name, arguments)
+        gc.collect()
+        print(name, allocated() - before)
+"""
+
+
+@linux_only
+def test_no_operator_keeps_memory() -> None:
+    """Right calls and refused ones: what 10,000 of them leave allocated."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("the C library does not tell what is allocated")
+    result = subprocess.run([sys.executable, "-c", EVERY_OPERATOR], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    kept = [line.split() for line in result.stdout.splitlines()]
+    assert len(kept) == 20
+    assert all(int(size) < 10000 for _, size in kept), f"bytes kept by 10,000 calls: {kept}"
 
 
 def sparse_memory(length: int) -> memoryview:

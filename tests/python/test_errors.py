@@ -128,6 +128,27 @@ def test_value_errors(changes: dict, message: str, requires_grad: bool) -> None:
         attention(**arguments)
 
 
+def test_sizes_are_refused_before_anything_is_copied() -> None:
+    """Expanded from one number, so that D has a stride of 0: 512 GiB if it was copied first."""
+    query, key = torch.zeros(()).expand(1, 8, 2**31, 8), torch.zeros(1, 8, 1, 8)
+    message = "query must have at most 65536 heads for each of key's; got query (1, 8, 2147483648, 8), key (1, 8, 1, 8)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(query, key, key)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BACKWARD(
+            query, None, query, key, key, *(None,) * 6, query, query, None, 0.0, False, False, 0, *(True,) * 3, False
+        )
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_memory_that_runs_out_is_counted(copied: bool) -> None:
+    """For the result, or for a copy of query: 2^46 bytes."""
+    query = torch.zeros(1 if copied else 8).expand(1, 2**30, 2**11, 8)
+    key = torch.zeros(1, 8, 1, 8)
+    with pytest.raises(RuntimeError, match=f"^allocation failed: {2**46} bytes asked for on cpu$"):
+        attention(query, key, key)
+
+
 TYPE_ERRORS = {
     "query list": ({"query": [[1.0]]}, "query must be a torch.Tensor; got query of type list"),
     "key none": ({"key": None}, "key must be a torch.Tensor; got key of type NoneType"),

@@ -427,3 +427,6 @@ def test_operator() -> None:
         operator(to_device(CAUSAL), False)
     with pytest.raises(ValueError, match="mask must be bool"):
         operator(torch.zeros(1, 1, 3, 3), False)
+    expanded = to_device(torch.zeros((), dtype=torch.bool)).expand(1, 2**31, 4, 4)
+    with pytest.raises(ValueError, match=r"mask must have fewer than 2\^31 heads .*; got mask \(1, 2147483648, 4, 4\)"):
+        operator(expanded, False)

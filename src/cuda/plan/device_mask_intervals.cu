@@ -1,5 +1,6 @@
 #include "cuda/plan/device_mask_intervals.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 
@@ -17,7 +18,17 @@ constexpr int kStripKeys = kThreads * kLaneKeys;
 constexpr int kSegmentRows = 240;  // at most 255, which is what a byte counts to
 constexpr int kLoads = 8;          // rows in flight
 
+constexpr int kKeyThreads = 256;  // of the kernels that look at counts
+
 constexpr std::int32_t kUnseen = INT32_MAX;
+
+std::int64_t strips_of(const MaskIntervalsProblem& problem) { return (problem.keys + kStripKeys - 1) / kStripKeys; }
+std::int64_t segments_of(const MaskIntervalsProblem& problem) {
+  return (problem.rows + kSegmentRows - 1) / kSegmentRows;
+}
+std::int64_t key_blocks_of(const MaskIntervalsProblem& problem) {
+  return problem.batch * problem.heads * problem.keys / kKeyThreads + 1;
+}
 
 struct Arrays {
   std::int32_t* counts;  // (batch, heads, keys)
@@ -121,19 +132,22 @@ std::size_t mask_intervals_bytes(const MaskIntervalsProblem& problem) {
   return arena.used();
 }
 
+bool mask_intervals_fit(const MaskIntervalsProblem& problem) {
+  // No more than the mask has entries, of which 64 bits can count the bytes.
+  const std::int64_t blocks = problem.batch * problem.heads * strips_of(problem) * segments_of(problem);
+  return std::max(blocks, key_blocks_of(problem)) <= INT32_MAX;
+}
+
 cudaError_t mask_intervals(const MaskIntervalsProblem& problem, void* workspace, const int** inexact,
                            cudaStream_t stream) {
   Arena arena(workspace);
   const Arrays arrays = take_arrays(arena, problem);
   *inexact = arrays.inexact;
-  constexpr int kKeyThreads = 256;
   const std::int64_t planes = problem.batch * problem.heads, keys = planes * problem.keys;
-  const auto key_blocks = static_cast<unsigned>(keys / kKeyThreads + 1);
+  if (!mask_intervals_fit(problem)) return cudaErrorInvalidConfiguration;
+  const auto key_blocks = static_cast<unsigned>(key_blocks_of(problem));
   clear_kernel<<<key_blocks, kKeyThreads, 0, stream>>>(problem, arrays, keys);
-  const std::int64_t strips = (problem.keys + kStripKeys - 1) / kStripKeys;
-  const std::int64_t segments = (problem.rows + kSegmentRows - 1) / kSegmentRows;
-  const std::int64_t blocks = planes * strips * segments;
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const std::int64_t strips = strips_of(problem), segments = segments_of(problem), blocks = planes * strips * segments;
   if (blocks > 0) {
     const std::int64_t bytes = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(problem.mask)) |
                                problem.strides[0] | problem.strides[1] | problem.strides[2];

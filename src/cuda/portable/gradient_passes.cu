@@ -382,6 +382,7 @@ cudaError_t launch_shared_bias_gradients(const BackwardProblem& problem, const f
     return cudaGetLastError();
   };
   if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (dbias.dtype == DType::kBFloat16) return launch(static_cast<__nv_bfloat16*>(dbias.data));
   if (dbias.dtype == DType::kFloat16) return launch(static_cast<__half*>(dbias.data));
   return launch(static_cast<float*>(dbias.data));

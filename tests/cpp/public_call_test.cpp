@@ -1,0 +1,253 @@
+// What holds for every public call: results are given somewhere, devices are known ones, and no call throws, however
+// little memory there is.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "api/thread_pool.h"
+#include "attention_testing.h"
+#include "flash_dmattn/attention.h"
+#include "flash_dmattn/plan.h"
+#include "flash_dmattn/selection.h"
+
+namespace {
+
+// How many more allocations of this thread succeed; negative: all.
+thread_local std::int64_t allocations_left = -1;
+
+void* allocate(std::size_t bytes, std::size_t alignment) {
+  constexpr std::size_t kMost = std::size_t{1} << 36;  // more than tests need; sanitizers would stop at it
+  if (allocations_left == 0 || bytes > kMost) throw std::bad_alloc();
+  if (allocations_left > 0) --allocations_left;
+  void* memory = nullptr;
+  if (posix_memalign(&memory, alignment, bytes) != 0) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
+// Under a sanitizer these would not call those above.
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  try {
+    return operator new(bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+void* operator new(std::size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  try {
+    return operator new(bytes, alignment);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace flash_dmattn {
+namespace {
+
+using testing::Call;
+using testing::Tensor;
+using testing::Variant;
+
+// Work enough for several workers.
+const Variant kVariant = {
+    .name = "mask", .shape = {2, 128, 200, 4, 2, 64}, .mask = {2, 2, 128, 200}, .bias = {2, 4, 1, 200}};
+
+// Arguments of every call.
+struct Everything {
+  explicit Everything(DType dtype = DType::kFloat32)
+      : call(kVariant, dtype == DType::kFloat64 ? DType::kFloat32 : dtype),
+        scores(DType::kFloat32, {2, 2, 200}),
+        begin(DType::kInt32, {2, 2, 200}),
+        end(DType::kInt32, {2, 2, 200}) {
+    if (dtype == DType::kFloat64) call = call.in_float64();
+  }
+
+  KeyIntervals intervals() const { return {begin.view(), end.view()}; }
+  SelectionInputs selection() const { return {.scores = scores.view()}; }
+  // With intervals, which are indexed before anything is computed.
+  AttentionInputs planned_inputs() const {
+    AttentionInputs inputs = call.inputs();
+    inputs.intervals = intervals();
+    return inputs;
+  }
+
+  Call call;
+  Tensor scores, begin, end;
+  SelectionOptions selection_options{.window_size = 8, .seqlen_q = 128, .causal = true};
+};
+
+struct PublicCall {
+  std::string name;
+  std::function<Status(const Everything&, const AttentionContext&)> run;
+};
+
+SelectionContext selection_context(const AttentionContext& context) { return {context.executor, context.device}; }
+
+using BytesCall = std::function<Status(const Everything&, const AttentionContext&, std::size_t*)>;
+
+const std::pair<std::string, BytesCall> kBytesCalls[] = {
+    {"attention_plan_bytes",
+     [](const Everything& e, const AttentionContext& context, std::size_t* bytes) {
+       return attention_plan_bytes(e.planned_inputs(), e.call.options, context, bytes);
+     }},
+    {"attention_plan_workspace",
+     [](const Everything& e, const AttentionContext& context, std::size_t* bytes) {
+       return attention_plan_workspace(e.planned_inputs(), e.call.options, context, bytes);
+     }},
+    {"attention_forward_workspace",
+     [](const Everything& e, const AttentionContext& context, std::size_t* bytes) {
+       return attention_forward_workspace(e.planned_inputs(), e.call.options, context, bytes);
+     }},
+    {"attention_backward_workspace",
+     [](const Everything& e, const AttentionContext& context, std::size_t* bytes) {
+       return attention_backward_workspace(e.planned_inputs(), e.call.cotangents(), e.call.options, e.call.gradients(),
+                                           context, bytes);
+     }},
+    {"plan_report_workspace",
+     [](const Everything& e, const AttentionContext& context, std::size_t* bytes) {
+       return plan_report_workspace(e.planned_inputs(), e.call.options, context, bytes);
+     }},
+    {"select_keys_workspace",
+     [](const Everything& e, const AttentionContext& context, std::size_t* bytes) {
+       return select_keys_workspace(e.selection(), e.selection_options, selection_context(context), bytes);
+     }},
+    {"mask_intervals_workspace",
+     [](const Everything& e, const AttentionContext& context, std::size_t* bytes) {
+       return mask_intervals_workspace(e.call.mask.view(), e.intervals(), selection_context(context), bytes);
+     }},
+};
+
+std::vector<PublicCall> public_calls() {
+  std::vector<PublicCall> calls;
+  for (const auto& [name, call] : kBytesCalls) {
+    calls.push_back({name, [call](const Everything& e, const AttentionContext& context) {
+                       std::size_t bytes = 0;
+                       return call(e, context, &bytes);
+                     }});
+  }
+  calls.push_back({"make_attention_plan", [](const Everything& e, const AttentionContext& context) {
+                     return make_attention_plan(e.planned_inputs(), e.call.options, nullptr, 0, nullptr, 0, context);
+                   }});
+  calls.push_back({"attention_forward", [](const Everything& e, const AttentionContext& context) {
+                     return attention_forward(e.planned_inputs(), e.call.options, e.call.outputs(), context);
+                   }});
+  calls.push_back({"attention_backward", [](const Everything& e, const AttentionContext& context) {
+                     return attention_backward(e.planned_inputs(), e.call.cotangents(), e.call.options,
+                                               e.call.gradients(), context);
+                   }});
+  calls.push_back({"select_keys", [](const Everything& e, const AttentionContext& context) {
+                     return select_keys(e.selection(), e.selection_options, e.intervals(), selection_context(context));
+                   }});
+  calls.push_back({"plan_report", [](const Everything& e, const AttentionContext& context) {
+                     PlanReport report;
+                     return plan_report(e.planned_inputs(), e.call.options, &report, context);
+                   }});
+  calls.push_back({"plan_chunks", [](const Everything& e, const AttentionContext& context) {
+                     std::vector<PlannedChunk> chunks;
+                     return plan_chunks(e.planned_inputs(), e.call.options, 0, 0, &chunks, context);
+                   }});
+  calls.push_back({"mask_intervals", [](const Everything& e, const AttentionContext& context) {
+                     bool exact = false;
+                     return mask_intervals(e.call.mask.view(), false, e.intervals(), &exact,
+                                           selection_context(context));
+                   }});
+  return calls;
+}
+
+TEST(PublicCalls, WriteTheirResultsSomewhere) {
+  const Everything e;
+  constexpr const char* kRule = " must point to where the result goes; got null";
+  for (const auto& [name, call] : kBytesCalls) {
+    EXPECT_EQ(call(e, {}, nullptr).message(), std::string("bytes") + kRule) << name;
+  }
+  const AttentionInputs inputs = e.planned_inputs();
+  EXPECT_EQ(plan_report(inputs, {}, nullptr).message(), std::string("report") + kRule);
+  EXPECT_EQ(plan_report(inputs, {}, nullptr, nullptr, 0).message(), std::string("report") + kRule);
+  EXPECT_EQ(plan_chunks(inputs, {}, 0, 0, nullptr).message(), std::string("chunks") + kRule);
+  const TensorView mask = e.call.mask.view();
+  EXPECT_EQ(mask_intervals(mask, false, e.intervals(), nullptr).message(), std::string("exact") + kRule);
+  EXPECT_EQ(mask_intervals(mask, false, e.intervals(), nullptr, nullptr, 0).message(), std::string("exact") + kRule);
+}
+
+TEST(PublicCalls, RunOnDevicesThatAreKnown) {
+  const Everything e;
+  for (const PublicCall& call : public_calls()) {
+    EXPECT_EQ(call.run(e, {.device = {static_cast<Device::Kind>(7), nullptr}}).message(),
+              "device.kind must be kCpu or kCuda; got device.kind 7")
+        << call.name;
+    EXPECT_EQ(call.run(e, {}).message(), "ok") << call.name;
+  }
+}
+
+// Every allocation of every call fails once.
+TEST(PublicCalls, FailWhereMemoryRunsOut) {
+  internal::ThreadPool pool(2);
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+    const Everything e(dtype);
+    for (const PublicCall& call : public_calls()) {
+      if (dtype == DType::kFloat64 && call.name == "plan_chunks") continue;  // which refuses it
+      for (std::int64_t allowed = 0;; ++allowed) {
+        ASSERT_LT(allowed, 10000) << call.name;
+        allocations_left = allowed;
+        const Status status = call.run(e, {.executor = &pool});
+        const bool ran_out = allocations_left == 0;
+        allocations_left = -1;
+        if (status.ok()) break;
+        ASSERT_TRUE(ran_out && status.is_failure()) << call.name << ": " << status.message();
+        ASSERT_EQ(status.argument(), "allocation");
+      }
+      EXPECT_EQ(call.run(e, {.executor = &pool}).message(), "ok") << call.name << " afterwards";
+    }
+  }
+}
+
+TEST(PublicCalls, SayHowMuchWorkspaceThereIsNone) {
+  const Everything e;
+  // As many workers as would need more memory than any machine has.
+  testing::SerialExecutor executor(1 << 30);
+  AttentionInputs inputs = e.call.inputs();
+  inputs.mask = inputs.bias = {};
+  constexpr std::int64_t kRows = std::int64_t{1} << 29;
+  for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) {
+    view->shape = {1, kRows, 1, 64};
+    view->strides = {0, 0, 0, 1};
+  }
+  AttentionOutputs outputs;
+  outputs.out = contiguous_view(inputs.query.data, DType::kFloat32, 1, kRows, 1, 64);
+  outputs.lse = contiguous_view(inputs.query.data, DType::kFloat32, 1, 1, kRows);
+  std::size_t bytes = 0;
+  ASSERT_TRUE(attention_forward_workspace(inputs, {}, {.executor = &executor}, &bytes).ok());
+  const Status status = attention_forward(inputs, {}, outputs, {.executor = &executor});
+  EXPECT_TRUE(status.is_failure());
+  EXPECT_EQ(status.message(),
+            "allocation failed: " + std::to_string(bytes) + " bytes of workspace asked for, out of memory");
+}
+
+TEST(PublicCalls, ReportWhatAnExecutorThrows) {
+  struct Broken final : Executor {
+    int concurrency() const override { return 4; }
+    void run(int, const std::function<void(int)>&) override { throw std::runtime_error("no threads today"); }
+  } broken;
+  const Everything e;
+  const Status status = attention_forward(e.call.inputs(), {}, e.call.outputs(), {.executor = &broken});
+  EXPECT_TRUE(status.is_failure());
+  EXPECT_EQ(status.message(), "call failed: no threads today");
+}
+
+}  // namespace
+}  // namespace flash_dmattn
