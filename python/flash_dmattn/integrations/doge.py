@@ -26,7 +26,7 @@ from ..prepared import PreparedMask
 from ..selection import KeyIntervals, select_keys
 from . import attention_interface
 from ._doge_cache import CacheStep, key_scores
-from ._inputs import cast_inputs, model_dtype, refuse_unsupported
+from ._inputs import cast_inputs, model_dtype, refuse_unknown, refuse_unsupported
 from ._masks import (
     GrowingMask,
     dense_selection,
@@ -203,6 +203,7 @@ def _forward(
     if not _runs_here(self.config):
         return _their_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     refuse_unsupported(self.attention_dropout if self.training else 0.0, kwargs)
+    refuse_unknown(kwargs)
 
     lengths = hidden_states.shape[:-1]
     by_head = (*lengths, -1, self.head_dim)
