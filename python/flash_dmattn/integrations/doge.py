@@ -46,9 +46,10 @@ def enable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) 
     """Lets Doge models run on flash_dmattn, for training and generation. Weights and results stay what they are.
 
     Args:
-        model_or_class: a model, or any module that holds one (of PEFT, DDP and the like); it then has
-            attn_implementation "dmattn". A Doge model class, all of whose models are meant, those that exist and those
-            to come, as long as their configuration class is the same. None: all Doge models.
+        model_or_class: a model, or any module that holds one (of PEFT, DDP and the like). Its configuration then says
+            attn_implementation "dmattn", which models share that were made from the same configuration object. A Doge
+            model class, all of whose models are meant, those that exist and those to come, as long as their
+            configuration class is the same. None: all Doge models.
 
     Raises:
         ValueError: there is no Doge model in it. TypeError: it is neither of these.
