@@ -113,12 +113,11 @@ def packed_documents(
     """
     if cu_seq_lens_q is None and cu_seq_lens_k is None:
         return None
-    rows, given = query.shape[2], (cu_seq_lens_q, cu_seq_lens_k)
-    if query.shape[0] == 1 and key.shape[2] == rows and None not in given:
-        (bounds, documents), (key_bounds, _) = (
-            _once(_documents, cu_seq_lens, _read_documents) for cu_seq_lens in given
-        )
-        if bounds == key_bounds and bounds[-1] == rows:
+    is_one_sequence = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    if is_one_sequence and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        bounds, documents = _once(_documents, cu_seq_lens_q, _read_documents)
+        key_bounds, _ = _once(_documents, cu_seq_lens_k, _read_documents)
+        if bounds == key_bounds and bounds[-1] == query.shape[2]:
             return documents.to(query.device)
     raise ValueError(
         "cu_seq_lens_q and cu_seq_lens_k must be equal and pack all tokens into one sequence, without keys of a cache; "

@@ -225,7 +225,7 @@ def dmattn_mask(
         may_skip = allow_is_causal_skip and not needs_causal_mask(config)
     if may_skip and padding is None and _says_nothing(pattern, q_length, kv_length, q_offset, kv_offset):
         return None
-    if q_length == 1 and pattern == _Pattern():
+    if q_length == 1 and pattern.left is None and pattern.right is None and pattern.documents is None:
         # Models that ask for the mask of one row have others see the same.
         visible = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if padding is None else padding
         return visible[:, None, None]
