@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from flash_dmattn.integrations import doge
+from language_model.settings import check_nothing_else_is_given
 from language_model.text import Text, load_text
 from torch import Tensor
 from tqdm import tqdm
@@ -31,11 +32,15 @@ from transformers import DogeConfig, DogeForCausalLM
 BITS = 1 / math.log(2)  # bits per nat
 
 
+# The settings that a run keeps when it is resumed.
+KEPT = ("steps", "context", "batch_size", "window", "layers", "width", "learning_rate", "seed")
+KEPT += ("text", "max_bytes", "precision")
+
+
 @dataclass
 class Progress:
-    """What a checkpoint holds beside model, optimiser and random states."""
+    """What a checkpoint holds beside model, optimiser, random states and settings."""
 
-    settings: dict[str, object]  # those that must stay the same when a run goes on
     step: int = 0
     losses: list[float] = field(default_factory=list)  # bits per byte, one per step
 
@@ -43,9 +48,6 @@ class Progress:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        for name, value in state["settings"].items():
-            if self.settings[name] != value:
-                sys.exit(f"--resume: the run began with --{name.replace('_', '-')} {value}, not {self.settings[name]}")
         self.step, self.losses = state["step"], state["losses"]
 
 
@@ -68,10 +70,28 @@ def parse_arguments() -> argparse.Namespace:
     add("--cpu", action="store_true", help="even if there is a GPU")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("runs/doge"), help="directory for everything that is written")
-    add("--resume", action="store_true", help="continue the checkpoint in --output")
+    add("--resume", action="store_true", help="continue the checkpoint in --output, with its settings")
     add("--pause-at", type=int, default=None, help="stop at this step of --steps, to be resumed later")
     add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.resume:
+        restore_settings(arguments, {name: parser.get_default(name) for name in KEPT})
+    return arguments
+
+
+def restore_settings(arguments: argparse.Namespace, defaults: dict[str, object]) -> None:
+    """Puts the settings that the checkpoint began with in the place of those that were not given."""
+    path = settings_path(arguments)
+    if not path.exists():
+        sys.exit(f"--resume: there is no {path}")
+    saved = json.loads(path.read_text())
+    given = {name: getattr(arguments, name) for name in KEPT}
+    check_nothing_else_is_given(given, defaults, saved, path.parent)
+    vars(arguments).update(saved)
+
+
+def settings_path(arguments: argparse.Namespace) -> Path:
+    return arguments.output / "checkpoint" / "settings.json"
 
 
 def make_model(arguments: argparse.Namespace) -> DogeForCausalLM:
@@ -118,11 +138,8 @@ def train(accelerator: Accelerator, text: Text, progress: Progress, arguments: a
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(progress)
-    checkpoint = arguments.output / "checkpoint"
     if arguments.resume:
-        if not checkpoint.exists():
-            sys.exit(f"--resume: there is no {checkpoint}")
-        accelerator.load_state(str(checkpoint))
+        accelerator.load_state(str(settings_path(arguments).parent))
 
     model.train()
     until = min(arguments.pause_at or arguments.steps, arguments.steps)
@@ -141,8 +158,15 @@ def train(accelerator: Accelerator, text: Text, progress: Progress, arguments: a
             bar.set_postfix_str(f"{progress.losses[-1]:.3f} bits/byte", refresh=False)
             bar.update()
             if progress.step % arguments.checkpoint_every == 0 or progress.step == until:
-                accelerator.save_state(str(checkpoint))
+                save_checkpoint(accelerator, arguments)
     return model
+
+
+def save_checkpoint(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
+    settings = settings_path(arguments)
+    accelerator.save_state(str(settings.parent))
+    if accelerator.is_main_process:
+        settings.write_text(json.dumps({name: getattr(arguments, name) for name in KEPT}, indent=1) + "\n")
 
 
 @torch.no_grad()
@@ -162,8 +186,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     set_seed(arguments.seed)
     accelerator = Accelerator(mixed_precision=arguments.precision, cpu=arguments.cpu)
-    kept = ("steps", "context", "batch_size", "window", "layers", "width", "learning_rate", "text", "seed")
-    progress = Progress({name: getattr(arguments, name) for name in kept})
+    progress = Progress()
     model = train(accelerator, text, progress, arguments)
     if progress.step < arguments.steps:
         accelerator.print(f"Paused at step {progress.step} of {arguments.steps}. --resume continues.")

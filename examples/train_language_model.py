@@ -23,6 +23,7 @@ import torch
 from language_model import pictures
 from language_model.comparison import tokens_per_second
 from language_model.model import ModelConfig
+from language_model.settings import check_nothing_else_is_given
 from language_model.text import Text, load_text
 from language_model.training import Run, TrainingConfig, autocast, train, validation_loss
 
@@ -91,11 +92,8 @@ def start_or_resume(arguments: argparse.Namespace, checkpoint: Path) -> Run:
     if not checkpoint.exists():
         sys.exit(f"--resume: there is no {checkpoint}")
     run = Run.resume(checkpoint, arguments.device)
-    # A setting that was given must not be ignored silently.
-    for given, default, saved in ((model, MODEL, run.model.config), (training, TRAINING, run.training)):
-        for name, value in asdict(given).items():
-            if value not in (getattr(default, name), getattr(saved, name)):
-                sys.exit(f"--resume: {checkpoint} began with {name} {getattr(saved, name)}, not {value}")
+    for given, defaults, saved in ((model, MODEL, run.model.config), (training, TRAINING, run.training)):
+        check_nothing_else_is_given(asdict(given), asdict(defaults), asdict(saved), checkpoint)
     return run
 
 

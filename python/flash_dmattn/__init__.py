@@ -1,8 +1,9 @@
 """Attention in which every query sees only some keys, chosen by data, with an additive bias and its gradient.
 
 `attention` is the library's own surface, `select_keys` chooses what it shows, and `dynamic_mask_attention` does both in
-one call. `prepare_mask` makes a mask cheap to use many times, `plan_report` tells what a call will do. The other
-functions carry the names of the original package.
+one call. Time is proportional to what is seen of selections, intervals, masks of keys and blocks; a mask in which every
+row sees scattered keys of its own is dense work until lists of keys per query exist. `prepare_mask` makes a mask cheap
+to use many times, `plan_report` tells what a call will do. The other functions carry the names of the original package.
 """
 
 from ._library import cpu_info

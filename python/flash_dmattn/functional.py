@@ -23,7 +23,10 @@ def attention(
     seqlens_k: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * query key^T + bias) value over the visible keys, in time proportional to what is visible.
+    """softmax(scale * query key^T + bias) value over the visible keys.
+
+    Time is proportional to what is visible for intervals, masks of keys and blocks. A mask in which every row sees
+    scattered keys of its own is dense work and, on a GPU, packed to Sq * Sk / 8 bytes.
 
     B batch, Sq and Sk query and key length, H query heads, Hkv key heads (query head h reads key head
     h // (H / Hkv)), D head dim (1 to 256). Any strides are read as they are, except that query, key and value are

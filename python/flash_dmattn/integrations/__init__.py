@@ -7,8 +7,7 @@ try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "flash_dmattn.integrations needs Hugging Face Transformers, 5.17 or later: "
-        "pip install 'flash-dmattn[transformers]'"
+        "flash_dmattn.integrations needs Hugging Face Transformers, 5.17 or later: pip install 'transformers>=5.17'"
     ) from error
 
 from . import attention_interface, doge

@@ -70,6 +70,7 @@ def intervals_in(mask: Tensor) -> KeyIntervals:
 
 _prepared = WeakTensorKeyDictionary()
 _growing = WeakTensorKeyDictionary()
+_documents = WeakTensorKeyDictionary()
 
 
 def _once(known: WeakTensorKeyDictionary, mask: Tensor, make: Callable[[Tensor], object]) -> object:
@@ -101,6 +102,32 @@ def prepared_mask(mask: Tensor, rows: int) -> PreparedMask | KeyIntervals | Tens
         return prepare_mask(held, rows)
 
     return _once(_prepared, mask, prepare)
+
+
+def packed_documents(
+    cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, query: Tensor, key: Tensor
+) -> KeyIntervals | None:
+    """The documents that are packed into the one sequence of query and key (1, heads, S, D), None if none are given.
+
+    Reads the bounds on the host, once for all layers.
+    """
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return None
+    is_one_sequence = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    if is_one_sequence and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        bounds, documents = _once(_documents, cu_seq_lens_q, _read_documents)
+        key_bounds, _ = _once(_documents, cu_seq_lens_k, _read_documents)
+        if bounds == key_bounds and bounds[-1] == query.shape[2]:
+            return documents.to(query.device)
+    raise ValueError(
+        "cu_seq_lens_q and cu_seq_lens_k must be equal and pack all tokens into one sequence, without keys of a cache; "
+        f"got cu_seq_lens_q {cu_seq_lens_q}, cu_seq_lens_k {cu_seq_lens_k}, query {tuple(query.shape)}, "
+        f"key {tuple(key.shape)}"
+    )
+
+
+def _read_documents(cu_seq_lens: Tensor) -> tuple[list[int], KeyIntervals]:
+    return cu_seq_lens.tolist(), KeyIntervals.documents(cu_seq_lens)
 
 
 # ---- Selection within masks

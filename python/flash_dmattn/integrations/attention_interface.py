@@ -13,14 +13,15 @@ from types import CodeType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
 from transformers.utils.import_utils import is_tracing
 
 from ..functional import attention
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals
-from ._inputs import cast_inputs, equal_head_dims, model_dtype, refuse_unsupported
-from ._masks import is_row_intervals, prepared_mask, row_intervals
+from ._inputs import cast_inputs, equal_head_dims, model_dtype, refuse_unknown, refuse_unsupported
+from ._masks import is_row_intervals, packed_documents, prepared_mask, row_intervals
+from ._models import dense_mask_form, needs_causal_mask, refuse_lists_of_keys
 
 NAME = "dmattn"
 
@@ -47,6 +48,10 @@ def dmattn_attention_forward(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """What Transformers' AttentionInterface calls in every layer.
@@ -64,16 +69,27 @@ def dmattn_attention_forward(
         sliding_window: keys that a row sees at most, used without a mask only: masks include the window.
         s_aux: attention sinks (H), the logit of one more key that has no value.
         position_bias: added to the scores (B or 1, H or 1, Sq or 1, Sk), with a gradient.
-        **kwargs: what other attentions take. head_mask raises a ValueError.
+        sinks: as s_aux, with a logit for every row (B or 1, H, Sq or 1, 1).
+        deterministic: True: the same bits in every run; else torch's own setting decides.
+        cu_seq_lens_q, cu_seq_lens_k: int (documents + 1), where the documents that are packed into one sequence begin
+            and the last ends. Rows see keys of their own only, whatever the mask says.
+        **kwargs: what changes nothing here, `_inputs.HARMLESS`, and others that are None or False.
 
     Returns:
         (out (B, Sq, H, Dv), None).
 
     Raises:
-        ValueError: dropout, head_mask, a mask of another form, and as `attention`.
+        ValueError: dropout, head_mask, a keyword that is not known, two kinds of sinks, a mask of another form,
+            documents in several sequences or with keys of a cache, and as `attention`.
     """
     refuse_unsupported(dropout, kwargs)
+    refuse_unknown(kwargs)
     rows = query.shape[2]
+    documents = packed_documents(cu_seq_lens_q, cu_seq_lens_k, query, key)
+    if s_aux is not None:
+        if sinks is not None:
+            raise ValueError("s_aux and sinks are two forms of one argument; got both")
+        sinks = s_aux[:, None, None]
     if attention_mask is None:
         is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         is_causal = is_causal and rows > 1
@@ -86,6 +102,8 @@ def dmattn_attention_forward(
         mask, additive = _split_mask(attention_mask, rows)
         if additive is not None:
             position_bias = additive if position_bias is None else position_bias + additive
+    if documents is not None:
+        mask = documents if mask is None else _within(documents, mask, rows)
 
     value_dim = value.shape[3]
     query, key, value, scaling = equal_head_dims(query, key, value, scaling)
@@ -99,11 +117,12 @@ def dmattn_attention_forward(
         scale=scaling,
         is_causal=is_causal,
         softcap=0.0 if softcap is None else softcap,
-        return_lse=s_aux is not None,
+        deterministic=deterministic or None,
+        return_lse=sinks is not None,
     )
-    if s_aux is not None:
+    if sinks is not None:
         out, lse = out
-        share = torch.sigmoid(lse - s_aux.to(lse.dtype)[:, None])  # of the sum that is not the sink's, (B, H, Sq)
+        share = torch.sigmoid(lse - sinks[..., 0].to(lse.dtype))  # of the sum that is not the sink's, (B, H, Sq)
         out = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
     return out[..., :value_dim], None
 
@@ -112,6 +131,15 @@ def _window(sliding_window: int | None, rows: int, key: Tensor) -> KeyIntervals 
     if sliding_window is None or sliding_window >= key.shape[2]:
         return None
     return KeyIntervals.sliding_window(sliding_window - 1, 0, rows, key.shape[2], device=key.device)
+
+
+def _within(documents: KeyIntervals, mask: PreparedMask | KeyIntervals | Tensor, rows: int) -> KeyIntervals | Tensor:
+    """What both show."""
+    if isinstance(mask, PreparedMask):
+        mask = mask.intervals if mask.kind == "intervals" else mask.dense_mask()
+    if isinstance(mask, KeyIntervals):
+        return documents.intersection(mask)
+    return documents.dense_mask(rows) & mask
 
 
 def _split_mask(mask: Tensor, rows: int) -> tuple[PreparedMask | KeyIntervals | Tensor, Tensor | None]:
@@ -144,6 +172,8 @@ def dmattn_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
+    dtype: torch.dtype = torch.float32,
     **kwargs: object,
 ) -> Tensor | None:
     """What Transformers' AttentionMaskInterface calls once per forward and kind of layer.
@@ -157,29 +187,48 @@ def dmattn_mask(
         attention_mask: bool (B, keys so far), False is padding.
         allow_is_causal_skip, allow_is_bidirectional_skip: None may be returned if it says the same.
         use_vmap: mask_function takes single indices only.
+        config: the model's configuration. Some models do more with a mask than hand it on (`_models.dense_mask_form`)
+            and get a 4-D one of Transformers.
+        dtype: of a mask of numbers.
 
     Returns:
-        None; int32 (B or 1, 1, 2, kv_length), the rows that see each key; or bool (B, 1, q_length, kv_length).
+        None; int32 (B or 1, 1, 2, kv_length), the rows that see each key; bool (B, 1, q_length, kv_length); or, for
+        models that need it, numbers (B, 1, q_length, kv_length), which are added to the scores.
+
+    Raises:
+        ValueError: models that select keys by lists.
     """
+    refuse_lists_of_keys(config)
+    form, pattern = dense_mask_form(config), _pattern_of(mask_function)
+    if form is not None or pattern is None:
+        arguments = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+            "use_vmap": use_vmap,
+            "device": device,
+        }
+        if form == "numbers":
+            return masking_utils.eager_mask(
+                **arguments, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip
+            )
+        mask = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+        return mask if form == "bool" or is_tracing(mask) else _as_intervals(mask, q_length)
     padding = padding_of(attention_mask, kv_length, kv_offset)
-    pattern = _pattern_of(mask_function)
-    if pattern is None:
-        mask = masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
-        return mask if is_tracing(mask) else _as_intervals(mask, q_length)
-    may_skip = allow_is_bidirectional_skip if pattern.right is None else allow_is_causal_skip
+    if pattern.right is None:
+        may_skip = allow_is_bidirectional_skip
+    else:
+        may_skip = allow_is_causal_skip and not needs_causal_mask(config)
     if may_skip and padding is None and _says_nothing(pattern, q_length, kv_length, q_offset, kv_offset):
         return None
+    if q_length == 1 and pattern.left is None and pattern.right is None and pattern.documents is None:
+        # Models that ask for the mask of one row have others see the same.
+        visible = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if padding is None else padding
+        return visible[:, None, None]
     return row_intervals(
         q_length,
         kv_length,

@@ -26,7 +26,7 @@ from ..prepared import PreparedMask
 from ..selection import KeyIntervals, select_keys
 from . import attention_interface
 from ._doge_cache import CacheStep, key_scores
-from ._inputs import cast_inputs, model_dtype, refuse_unsupported
+from ._inputs import cast_inputs, model_dtype, refuse_unknown, refuse_unsupported
 from ._masks import (
     GrowingMask,
     dense_selection,
@@ -46,9 +46,10 @@ def enable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) 
     """Lets Doge models run on flash_dmattn, for training and generation. Weights and results stay what they are.
 
     Args:
-        model_or_class: a model, or any module that holds one (of PEFT, DDP and the like); it then has
-            attn_implementation "dmattn". A Doge model class, all of whose models are meant, those that exist and those
-            to come, as long as their configuration class is the same. None: all Doge models.
+        model_or_class: a model, or any module that holds one (of PEFT, DDP and the like). Its configuration then says
+            attn_implementation "dmattn", which models share that were made from the same configuration object. A Doge
+            model class, all of whose models are meant, those that exist and those to come, as long as their
+            configuration class is the same. None: all Doge models.
 
     Raises:
         ValueError: there is no Doge model in it. TypeError: it is neither of these.
@@ -203,6 +204,7 @@ def _forward(
     if not _runs_here(self.config):
         return _their_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     refuse_unsupported(self.attention_dropout if self.training else 0.0, kwargs)
+    refuse_unknown(kwargs)
 
     lengths = hidden_states.shape[:-1]
     by_head = (*lengths, -1, self.head_dim)
