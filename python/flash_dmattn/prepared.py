@@ -296,3 +296,6 @@ pytree.register_pytree_node(
     serialized_type_name="flash_dmattn.PreparedMask",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+# So that torch.load reads saved masks with weights_only=True, its default: a saved mask is a call of _make.
+torch.serialization.add_safe_globals([PreparedMask, _make])

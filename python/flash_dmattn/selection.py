@@ -358,3 +358,6 @@ pytree.register_pytree_node(
     serialized_type_name="flash_dmattn.KeyIntervals",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+# So that torch.load reads saved intervals with weights_only=True, its default.
+torch.serialization.add_safe_globals([KeyIntervals])

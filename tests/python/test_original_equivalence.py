@@ -2,9 +2,9 @@
 the biases that its models make.
 
 A bias is exp(softplus(values @ projection) * A), one number a key, and the keys of highest bias are visible: biases
-reach exp(87), where float32 rounds scores to steps of many thousands. The agreement that the protocols measure
-is the share of elements within their tolerances; they ask for 95 %, here it is 99.9 %, against the fp64 oracle. On the
-CPU lengths and the number of visible keys are an eighth of the protocols'.
+reach exp(87), beside which float32 keeps nothing of a product. The agreement that the protocols measure is the share of
+elements within their tolerances; they ask for 95 %, here it is 99.9 %, against the fp64 oracle. On the CPU lengths and
+the number of visible keys are an eighth of the protocols'.
 """
 
 from __future__ import annotations

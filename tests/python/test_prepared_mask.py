@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import pickle
 import re
 from collections.abc import Callable
@@ -258,6 +259,20 @@ def test_is_frozen_copies_and_moves(kind: str) -> None:
         assert repr(other) == repr(prepared)
         assert torch.equal(other.dense_mask(ROWS), prepared.dense_mask(ROWS))
     assert (prepared.mask is not None and prepared.mask.data_ptr() == mask.data_ptr()) == (kind != "intervals")
+
+
+@pytest.mark.parametrize(("make", "kind"), MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_is_loaded_as_weights_only(make: Callable, kind: str, is_causal: bool) -> None:
+    prepared = prepare_mask(make(), ROWS, is_causal=is_causal)
+    file = io.BytesIO()
+    torch.save([prepared], file)
+    file.seek(0)
+    (same,) = torch.load(file, weights_only=True)
+    assert type(same) is PreparedMask and repr(same) == repr(prepared)
+    assert torch.equal(same.dense_mask(ROWS), prepared.dense_mask(ROWS))
+    if prepared.intervals is not None:
+        assert same.intervals.window_size == prepared.intervals.window_size
 
 
 @pytest.fixture
