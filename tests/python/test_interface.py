@@ -210,3 +210,4 @@ def test_info_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_command() -> None:
     done = run_command("no_such_command")
     assert done.returncode == 2 and "invalid choice: 'no_such_command'" in done.stderr
+    assert done.stderr.startswith("python -m flash_dmattn: error: ") and done.stderr.count("\n") == 1
