@@ -229,9 +229,11 @@ def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequen
         and (mask.seqlen_k is None or mask.seqlen_k == key_shape[1])
     )
     if not made_for:
+        made_of_keys = mask.shape == (1, 1) and (mask.seqlen_q, mask.seqlen_k) == (query_shape[0], key_shape[1])
+        hint = ": if it was made of a mask (B, Sk), make it of (B, 1, Sk), mask[:, None, :]" if made_of_keys else ""
         raise ValueError(
             f"mask must have been prepared for these shapes; got query {tuple(query_shape)}, key {tuple(key_shape)}, "
-            f"mask {mask!r}"
+            f"mask {mask!r}{hint}"
         )
 
 

@@ -261,6 +261,15 @@ def test_is_frozen_copies_and_moves(kind: str) -> None:
     assert (prepared.mask is not None and prepared.mask.data_ptr() == mask.data_ptr()) == (kind != "intervals")
 
 
+def test_a_mask_made_of_batch_and_keys_is_told_its_form() -> None:
+    case = make_case(batch=2, rows=ROWS, keys=KEYS)
+    prepared = prepare_mask(random_mask(2, KEYS))
+    with pytest.raises(ValueError, match=r"made of a mask \(B, Sk\), make it of \(B, 1, Sk\), mask\[:, None, :\]"):
+        attention(case.query, case.key, case.value, mask=prepared)
+    with pytest.raises(ValueError, match=r"must have been prepared for these shapes; .*device=\w+(:\d)?\)$"):
+        attention(case.query, case.key, case.value, mask=prepare_mask(random_mask(3, KEYS)))
+
+
 @pytest.mark.parametrize(("make", "kind"), MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_is_loaded_as_weights_only(make: Callable, kind: str, is_causal: bool) -> None:
