@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Prepares this checkout for `make run` and `make test`: installs the Debian packages that are missing and the
-# pinned Python packages into .venv. Does nothing, quickly, when all is there.
+# pinned Python packages into .venv, whose Python then finds this checkout's package from any folder. Does nothing,
+# quickly, when all is there.
 #
 #   tools/setup.sh         the above; with PYTHON=... in the environment no .venv is made and nothing is
 #                          installed into that Python, only checked
@@ -78,7 +79,22 @@ make_venv() {
   touch "$stamp"
 }
 
+# A path entry, read when Python starts: .venv/bin/python imports flash_dmattn from python/, also without the Makefile's
+# PYTHONPATH. It stands last on sys.path, behind a package that was installed.
+link_package() {
+  local entry=$PWD/python file
+  for file in .venv/lib/python3*/site-packages; do
+    file+=/flash_dmattn_checkout.pth
+    [[ -e $file && $(<"$file") == "$entry" ]] || echo "$entry" >"$file"
+  done
+}
+
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python was not found"
 install_packages "$@"
-if [[ -n ${PYTHON:-} ]]; then check_python; else make_venv; fi
+if [[ -n ${PYTHON:-} ]]; then
+  check_python
+else
+  make_venv
+  link_package
+fi

@@ -1,20 +1,60 @@
-"""Checks of argument types, which only Python can turn into a TypeError. Values are checked by the library."""
+"""Checks of what never reaches the library: argument types, which only Python can turn into a TypeError, and layouts,
+for which there are no kernels. Values are checked by the library."""
 
 import math
+import sys
+import warnings
 from numbers import Integral, Real
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+_PACKAGE = str(Path(__file__).parent) + "/"
 
 
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {name} of type {type(value).__name__}")
+    check_layout(name, value)
 
 
 def check_optional_tensor(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, Tensor):
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor or None; got {name} of type {type(value).__name__}")
+    check_layout(name, value)
+
+
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Refuses sparse, jagged and opaque tensors, for which torch's dispatcher would miss an operator."""
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise ValueError(f"{name} must be a dense tensor; got {name} with layout {layout}")
+
+
+def warn_of_two_readings(name: str, tensor: Tensor, batch: int, rows: int, keys: int) -> None:
+    """Warns of a mask or bias (Sq, Sk) that may be meant as (B, Sk), once for every place of a call.
+
+    Not in compiled code, which a warning would split into several graphs.
+    """
+    if tensor.dim() != 2 or torch.compiler.is_compiling():
+        return
+    if batch == rows and rows > 1 and tensor.shape == (rows, keys):
+        warnings.warn(
+            f"{name} {tuple(tensor.shape)} is read as (Sq, Sk), but with B = Sq = {rows} it may be meant as (B, Sk): "
+            f"give {name}[:, None, :] if so, else {name}[None, None], which says the same without this warning",
+            stacklevel=_callers_stacklevel(),
+        )
+
+
+def _callers_stacklevel() -> int:
+    """The stacklevel with which the function that calls this one warns in the name of who called the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def check_bool(name: str, value: object) -> None:

@@ -114,7 +114,7 @@ def attention_forward(
         RuntimeError: forward-mode differentiation, which does not exist.
     """
     tensors = (query, key, value, mask, bias, seqlens_k, interval_begin, interval_end)
-    _check_devices(_TENSORS, (*tensors, plan))
+    check_devices(_TENSORS, (*tensors, plan))
     if forward_ad._current_level >= 0:
         _refuse_tangents(query=query, key=key, value=value, bias=bias)
     options = (scale, softcap, is_causal, deterministic, interval_window)
@@ -171,7 +171,7 @@ def select_keys(
     Raises:
         ValueError: a device, shape, dtype or number that semantics.md does not allow.
     """
-    _check_devices(("scores", "key_mask", "seqlens_k"), (scores, key_mask, seqlens_k))
+    check_devices(("scores", "key_mask", "seqlens_k"), (scores, key_mask, seqlens_k))
     return _select_op(scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k)
 
 
@@ -196,13 +196,13 @@ def plan_chunks(query: Tensor, key: Tensor, *others: Tensor | bool | int | None)
 
 
 def _check_planned(*tensors: Tensor | None) -> None:
-    _check_devices(("query", "key", "mask", "seqlens_k", "intervals.begin", "intervals.end"), tensors)
+    check_devices(("query", "key", "mask", "seqlens_k", "intervals.begin", "intervals.end"), tensors)
     check_data("query", tensors[0])
 
 
 def check_data(name: str, tensor: Tensor) -> None:
     """Refuses devices without a backend, and meta tensors, of which there is nothing to read."""
-    _check_devices((name,), (tensor,))
+    check_devices((name,), (tensor,))
     if tensor.is_meta:
         raise ValueError(f"{name} must have data; got {name} on meta")
 
@@ -210,7 +210,7 @@ def check_data(name: str, tensor: Tensor) -> None:
 _TENSORS = ("query", "key", "value", "mask", "bias", "seqlens_k", "intervals.begin", "intervals.end", "plan")
 
 
-def _check_devices(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+def check_devices(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
     """The first tensor decides for all."""
     first, device = names[0], tensors[0].device
     if device.type not in DEVICE_BACKENDS:

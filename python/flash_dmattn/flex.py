@@ -7,7 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._arguments import as_number, check_bool, check_optional_tensor, check_tensor, resolve_scale
+from ._arguments import (
+    as_number,
+    check_bool,
+    check_optional_tensor,
+    check_tensor,
+    resolve_scale,
+    warn_of_two_readings,
+)
 from ._probabilities import attention_probabilities
 from .prepared import PreparedMask, check_mask, dense_mask
 from .selection import KeyIntervals
@@ -55,6 +62,8 @@ def flex_dmattn_func(
     softcap = 0.0 if softcap is None else as_number("softcap", softcap)
     is_causal = bool(is_causal)
     attn_mask = dense_mask(attn_mask, query.shape, key.shape, is_causal)
+    if attn_bias is not None:
+        warn_of_two_readings("bias", attn_bias, query.shape[0], query.shape[1], key.shape[1])
 
     heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     out, auxiliary = _flex_attention(query.device.type)(

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import as_int, as_number, check_bool, check_optional_tensor, check_tensor
+from ._arguments import (
+    as_int,
+    as_number,
+    check_bool,
+    check_optional_tensor,
+    check_tensor,
+    warn_of_two_readings,
+)
 from .prepared import PreparedMask, check_mask, plan_of, split_mask
 from .selection import KeyIntervals
 
@@ -67,6 +74,8 @@ def attention(
     options = _check_options(scale, softcap, is_causal, deterministic)
     plan = plan_of(mask, is_causal, seqlens_k)
     mask, begin, end, window = split_mask(mask, query.shape, key.shape, is_causal)
+    if bias is not None and query.dim() == key.dim() == 4:
+        warn_of_two_readings("bias", bias, query.shape[0], query.shape[1], key.shape[1])
     tensors = (query, key, value, mask, bias, seqlens_k, begin, end, plan)
     out, lse, _ = _library.attention_forward(*tensors, *options, window)
     return (out, lse) if return_lse else out
@@ -97,8 +106,7 @@ def dynamic_mask_attention(
 
     Args:
         query: (B, Sq, H, D); key, value: (B, Sk, Hkv, D), as in `attention`.
-        key_bias: (B or 1, H or Hkv or 1, Sk), query's dtype or float32; called bias in error messages of its dtype. Its
-            gradient has its shape.
+        key_bias: (B or 1, H or Hkv or 1, Sk), query's dtype or float32. Its gradient has its shape.
         window_size: keys that a row sees at most.
         scores: what to select by, detached; default key_bias. (B or 1, H or Hkv or 1, Sk), any floating dtype.
         is_causal: row i sees keys j <= i + n - Sq, where n keys exist.
@@ -131,9 +139,16 @@ def dynamic_mask_attention(
     for name, tensor in (("query", query), ("key", key)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
-    _check_per_key("key_bias", key_bias, key)
-    scores = key_bias if scores is None else scores
-    _check_per_key("scores", scores, key)
+    _library.check_devices(
+        ("query", "key", "value", "key_bias", "scores", "key_mask", "seqlens_k"),
+        (query, key, value, key_bias, scores, key_mask, seqlens_k),
+    )
+    _check_per_key("key_bias", key_bias, query, key)
+    _check_key_bias_dtype(key_bias, query)
+    if scores is None:
+        scores = key_bias
+    else:
+        _check_per_key("scores", scores, query, key)
 
     scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k)
     begin, end = _library.select_keys(scores, window_size, query.shape[1], selection == "causal", key_mask, seqlens_k)
@@ -156,12 +171,30 @@ def _check_options(
     return scale, softcap, is_causal, deterministic
 
 
-def _check_per_key(name: str, tensor: Tensor, key: Tensor) -> None:
-    # With another rank or length it might still be a valid bias of another form.
-    if tensor.dim() != 3 or tensor.shape[2] != key.shape[1]:
-        raise ValueError(
-            f"{name} must be (B or 1, H or Hkv or 1, Sk); got {name} {tuple(tensor.shape)}, key {tuple(key.shape)}"
-        )
+# The rules of key_bias and scores, which the operators know as a bias, of any form, and as intervals.
+
+
+def _check_per_key(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> None:
+    batch, _, heads, _ = query.shape
+    keys, key_heads = key.shape[1:3]
+    shape = tuple(tensor.shape)
+    if len(shape) == 3 and shape[0] in (1, batch) and shape[1] in (1, heads, key_heads) and shape[2] == keys:
+        return
+    lacks_heads = shape == (batch, keys)
+    raise ValueError(
+        f"{name} must be (B or 1, H or Hkv or 1, Sk); got {name} {shape}, query {tuple(query.shape)}, "
+        f"key {tuple(key.shape)}"
+        + (f": if that is (B, Sk), make it (B, 1, Sk), {name}[:, None, :]" if lacks_heads else "")
+    )
+
+
+def _check_key_bias_dtype(key_bias: Tensor, query: Tensor) -> None:
+    if key_bias.dtype in (query.dtype, torch.float32):
+        return
+    if torch.is_autocast_enabled(query.device.type) and key_bias.dtype in (torch.float16, torch.bfloat16):
+        return  # autocast makes them of one dtype
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (key_bias, query)]
+    raise ValueError(f"key_bias must have query's dtype or float32; got key_bias {dtypes[0]}, query {dtypes[1]}")
 
 
 def _expand_scores(scores: Tensor, batch: int, key_mask: Tensor | None, seqlens_k: Tensor | None) -> Tensor:

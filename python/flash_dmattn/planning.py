@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import as_int, check_bool, check_optional_tensor
+from ._arguments import as_int, check_bool, check_layout, check_optional_tensor
 from .prepared import PreparedMask, check_mask, split_mask
 from .selection import KeyIntervals
 
@@ -193,5 +193,6 @@ def _stand_ins(
             if math.prod(shape) >= 2**63:
                 raise ValueError(f"{name} must have fewer than 2^63 elements; got {name} {tuple(shape)}")
             value = torch.empty((), dtype=dtype, device=device).expand(shape)
+        check_layout(name, value)
         made.append(value)
     return made[0], made[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _library
-from ._arguments import as_int, check_bool
+from ._arguments import as_int, check_bool, check_layout, warn_of_two_readings
 from .selection import KeyIntervals, unchecked_intervals
 
 _ALL_ROWS = 2**31 - 1  # where an interval ends that knows no number of rows; attention clamps it
@@ -137,6 +137,7 @@ def prepare_mask(mask: Tensor | KeyIntervals, seqlen_q: int | None = None, *, is
         return _make(mask, None, seqlen_q, mask.shape[2], is_causal)
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a torch.Tensor or KeyIntervals; got mask of type {type(mask).__name__}")
+    check_layout("mask", mask)
     if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         raise ValueError(
             "mask must be bool with 2, 3 or 4 dimensions; "
@@ -169,6 +170,8 @@ def check_mask(name: str, value: object) -> None:
             f"{name} must be a torch.Tensor, KeyIntervals, PreparedMask or None; "
             f"got {name} of type {type(value).__name__}"
         )
+    if isinstance(value, Tensor):
+        check_layout(name, value)
 
 
 def split_mask(
@@ -177,7 +180,8 @@ def split_mask(
     key_shape: Sequence[int],
     is_causal: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-    """The arguments of the operators that stand for a mask: bool mask, interval begins and ends, window size.
+    """The arguments of the operators that stand for a mask: bool mask, interval begins and ends, window size. Warns of
+    a bool mask that can be read in two ways.
 
     Raises:
         ValueError: a prepared mask was made for other shapes.
@@ -187,6 +191,8 @@ def split_mask(
         mask = mask.mask if mask.intervals is None else mask.intervals
     if isinstance(mask, KeyIntervals):
         return None, mask.begin, mask.end, mask.window_size
+    if mask is not None and len(query_shape) == len(key_shape) == 4:
+        warn_of_two_readings("mask", mask, query_shape[0], query_shape[1], key_shape[1])
     return mask, None, None, 0
 
 
@@ -223,9 +229,11 @@ def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequen
         and (mask.seqlen_k is None or mask.seqlen_k == key_shape[1])
     )
     if not made_for:
+        made_of_keys = mask.shape == (1, 1) and (mask.seqlen_q, mask.seqlen_k) == (query_shape[0], key_shape[1])
+        hint = ": if it was made of a mask (B, Sk), make it of (B, 1, Sk), mask[:, None, :]" if made_of_keys else ""
         raise ValueError(
             f"mask must have been prepared for these shapes; got query {tuple(query_shape)}, key {tuple(key_shape)}, "
-            f"mask {mask!r}"
+            f"mask {mask!r}{hint}"
         )
 
 
@@ -296,3 +304,6 @@ pytree.register_pytree_node(
     serialized_type_name="flash_dmattn.PreparedMask",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+# So that torch.load reads saved masks with weights_only=True, its default: a saved mask is a call of _make.
+torch.serialization.add_safe_globals([PreparedMask, _make])

@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _library
-from ._arguments import as_int, check_bool, check_optional_tensor, check_tensor
+from ._arguments import (
+    as_int,
+    check_bool,
+    check_layout,
+    check_optional_tensor,
+    check_tensor,
+    warn_of_two_readings,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +109,7 @@ class KeyIntervals:
             return KeyIntervals(begin, torch.maximum(begin, end), min(known, default=0))
         if not isinstance(other, Tensor):
             raise TypeError(f"other must be KeyIntervals or a torch.Tensor; got other of type {type(other).__name__}")
+        check_layout("other", other)
         if other.dtype != torch.bool or not 2 <= other.dim() <= 4:
             raise ValueError(
                 "other must be a bool mask with 2, 3 or 4 dimensions; "
@@ -109,6 +117,7 @@ class KeyIntervals:
             )
         mask = other[None, None] if other.dim() == 2 else other[..., None, :] if other.dim() == 3 else other
         self._check_broadcast((*mask.shape[:2], mask.shape[3]), "other")
+        warn_of_two_readings("other", other, self.shape[0], mask.shape[2], mask.shape[3])
         if mask.shape[2] != 1:
             return _intervals_of(self.dense_mask(mask.shape[2]) & mask)
         shown = mask[:, :, 0]
@@ -187,6 +196,7 @@ class KeyIntervals:
         Other arguments and result as in `causal`.
         """
         if isinstance(prefix_length, Tensor):
+            check_layout("prefix_length", prefix_length)
             if prefix_length.dim() != 1 or prefix_length.is_floating_point() or prefix_length.dtype == torch.bool:
                 raise ValueError(
                     "prefix_length must be an int or an integer tensor (B); got prefix_length "
@@ -220,6 +230,8 @@ class KeyIntervals:
         Returns:
             (1, 1, Sk).
         """
+        if isinstance(cu_seqlens, Tensor):
+            check_layout("cu_seqlens", cu_seqlens)
         if device is None:
             device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.get_default_device()
         try:
@@ -364,3 +376,6 @@ pytree.register_pytree_node(
     serialized_type_name="flash_dmattn.KeyIntervals",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+# So that torch.load reads saved intervals with weights_only=True, its default.
+torch.serialization.add_safe_globals([KeyIntervals])

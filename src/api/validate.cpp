@@ -114,6 +114,12 @@ Status check_options(const AttentionOptions& options, DType dtype) {
 
 TokenView token_view(const TensorView& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
 
+// The tensor as error messages show it, and what to do if it lacks nothing but the dimension of heads.
+std::string show_per_key(const char* name, const TensorView& view, std::int64_t batch, std::int64_t keys) {
+  if (view.rank != 2 || view.shape[0] != batch || view.shape[1] != keys) return show(name, view);
+  return show(name, view) + ": if that is (B, Sk), make it (B, 1, Sk), in Python " + name + "[:, None, :]";
+}
+
 // Reads a mask's or bias's dimensions as (batch, head, row, key); those it lacks have size 1.
 Status make_broadcast(const char* name, const TensorView& view, const AttentionProblem& problem,
                       BroadcastView* result) {
@@ -131,7 +137,8 @@ Status make_broadcast(const char* name, const TensorView& view, const AttentionP
     const std::string full = "(" + std::to_string(problem.batch) + ", " + std::to_string(problem.heads) + " or " +
                              std::to_string(problem.key_heads) + ", " + std::to_string(problem.rows) + ", " +
                              std::to_string(problem.keys) + ")";
-    return Status::invalid(name, "must broadcast to (B, H or Hkv, Sq, Sk) = " + full, show(name, view));
+    return Status::invalid(name, "must broadcast to (B, H or Hkv, Sq, Sk) = " + full,
+                           show_per_key(name, view, problem.batch, problem.keys));
   }
   *result = {view.data,  view.dtype, sizes[0],   sizes[1],   sizes[2], sizes[3],
              strides[0], strides[1], strides[2], strides[3], 1};
@@ -347,6 +354,9 @@ Status make_selection_problem(const SelectionInputs& inputs, const SelectionOpti
   if (Status status = check_length("scores", scores, keys); !status.ok()) return status;
   if (Status status = check_counts("scores", scores, batch, heads, keys); !status.ok()) return status;
   if (mask.rank != 0) {
+    if (mask.rank == 2) {
+      return Status::invalid("key_mask", "must have 3 dimensions", show_per_key("key_mask", mask, batch, keys));
+    }
     if (Status status = check_rank("key_mask", mask, 3, 3); !status.ok()) return status;
     if (mask.dtype != DType::kBool) {
       return Status::invalid("key_mask", "must be bool", show_dtype("key_mask", mask.dtype));

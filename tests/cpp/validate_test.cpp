@@ -273,6 +273,9 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.inputs.mask = tensor(DType::kBool, 24, 16); }},
     {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 16, 24)",
      [](Call& c) { c.inputs.mask = tensor(DType::kBool, 2, 16, 24); }},
+    {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 24): if that is (B, Sk), "
+     "make it (B, 1, Sk), in Python mask[:, None, :]",
+     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 2, 24); }},
     {"bias must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got bias (2, 1, 1, 0)",
      [](Call& c) { c.inputs.bias = tensor(DType::kFloat32, 2, 1, 1, 0); }},
     {"bias must have query's dtype or float32; got bias float16, query bfloat16",

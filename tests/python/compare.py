@@ -80,12 +80,12 @@ def assert_close_to_oracle(
 
 
 def assert_case_close(
-    case: Case, got: dict[str, Tensor], *, few_elements: bool = False, score_dtype: torch.dtype = torch.float64
+    case: Case, got: dict[str, Tensor], *, few_elements: bool = False, float32_scores: bool = False
 ) -> None:
-    """Every result in `got` ("out", "lse", "dquery", ...) meets the bar. `score_dtype`: of `oracle.reference`."""
+    """Every result in `got` ("out", "lse", "dquery", ...) meets the bar. `float32_scores`: of `oracle.reference`."""
     dtype = case.query.dtype
     with _one_thread():  # on tensors this small more threads cost more than they bring
-        expected = reference(case, score_dtype)
+        expected = reference(case, float32_scores=float32_scores)
         yardstick = framework(case, dtype)
         if dtype != torch.float64:
             # lse is fp32 whatever the inputs are, so it is measured against a framework that computes in fp32.

@@ -99,11 +99,12 @@ def weighted_sum(weights: Tensor, vectors: Tensor, visible: Tensor) -> Tensor:
     return (weights[..., None] * vectors[..., None, :, :]).where(visible[..., None], 0.0).sum(-2)
 
 
-def reference(case: Case, score_dtype: torch.dtype = torch.float64) -> dict[str, Expected]:
+def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected]:
     """out, lse and the gradients dquery, dkey, dvalue (and dbias, if there is a bias) of `case`.
 
-    Every score is rounded to `score_dtype`, once. Where scores are so large that what they differ by is lost in that
-    rounding, float32 says what the operation is to make of them.
+    With `float32_scores` a score is rounded to float32 wherever unfused float32 attention rounds it: the product, its
+    scaling, the softcap, and the sum with the bias. For scores so large that this rounding decides between keys,
+    in every float32 attention alike.
     """
     batch, heads, key_heads, rows, keys = case.sizes
     group = heads // key_heads if key_heads else 1
@@ -120,14 +121,17 @@ def reference(case: Case, score_dtype: torch.dtype = torch.float64) -> dict[str,
     seen = visible.any(-2)[..., None]
     key, value = by_query_head(case.key).where(seen, 0.0), by_query_head(case.value).where(seen, 0.0)
 
-    score = scale * (query @ key.mT)
+    def rounded(score: Tensor) -> Tensor:
+        return score.float().double() if float32_scores else score
+
+    score = rounded(scale * rounded(query @ key.mT))
     slope = torch.ones_like(score)
     if softcap > 0:
         slope = 1 - torch.tanh(score / softcap) ** 2
-        score = softcap * torch.tanh(score / softcap)
+        score = rounded(softcap * torch.tanh(score / softcap))
     if case.bias is not None:
-        score = score + broadcast(case.bias.double(), case)
-    score = score.to(score_dtype).double().where(visible, -math.inf)
+        score = rounded(score + broadcast(case.bias.double(), case))
+    score = score.where(visible, -math.inf)
 
     # A row is empty (nothing seen, or only -inf), broken (it sees a score of +inf or NaN) or sound.
     highest = score.amax(-1, keepdim=True) if keys else torch.full((batch, heads, rows, 1), -math.inf).double()

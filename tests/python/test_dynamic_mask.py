@@ -154,22 +154,39 @@ ERRORS = {
     "bias rank": (
         {"key_bias": torch.zeros(2, 2, 1, 5)},
         ValueError,
-        "key_bias must be (B or 1, H or Hkv or 1, Sk); got key_bias (2, 2, 1, 5), key (2, 5, 2, 8)",
+        "key_bias must be (B or 1, H or Hkv or 1, Sk); got key_bias (2, 2, 1, 5), query (2, 3, 4, 8), key (2, 5, 2, 8)",
     ),
+    "bias of batch and keys": (
+        {"key_bias": torch.zeros(2, 5)},
+        ValueError,
+        "key (2, 5, 2, 8): if that is (B, Sk), make it (B, 1, Sk), key_bias[:, None, :]",
+    ),
+    "bias batch": ({"key_bias": torch.zeros(3, 2, 5)}, ValueError, "key_bias must be (B or 1, H or Hkv or 1, Sk)"),
     "bias keys": ({"key_bias": torch.zeros(2, 2, 1)}, ValueError, "key_bias must be (B or 1, H or Hkv or 1, Sk)"),
-    "bias heads": ({"key_bias": torch.zeros(2, 3, 5)}, ValueError, "bias must broadcast to"),
+    "bias heads": ({"key_bias": torch.zeros(2, 3, 5)}, ValueError, "key_bias must be (B or 1, H or Hkv or 1, Sk)"),
+    "bias dtype": (
+        {"key_bias": torch.zeros(2, 2, 5).half()},
+        ValueError,
+        "key_bias must have query's dtype or float32; got key_bias float16, query float32",
+    ),
+    "bias integer": (
+        {"key_bias": torch.zeros(2, 2, 5, dtype=torch.int64)},
+        ValueError,
+        "key_bias must have query's dtype or float32; got key_bias int64, query float32",
+    ),
     "bias type": ({"key_bias": None}, TypeError, "key_bias must be a torch.Tensor; got key_bias of type NoneType"),
     "bias device": (
         {"key_bias": torch.zeros(2, 2, 5, device="meta")},
         ValueError,
-        "must be on the device of query; got bias on meta, query on cpu",
+        "key_bias must be on the device of query; got key_bias on meta, query on cpu",
     ),
     "scores keys": ({"scores": torch.zeros(2, 2, 4)}, ValueError, "scores must be (B or 1, H or Hkv or 1, Sk)"),
-    "scores heads": ({"scores": torch.zeros(2, 3, 5)}, ValueError, "intervals.begin must broadcast to"),
-    "scores batch": (
-        {"scores": torch.zeros(3, 2, 5), "seqlens_k": torch.ones(2, dtype=torch.int32)},
+    "scores heads": ({"scores": torch.zeros(2, 3, 5)}, ValueError, "scores must be (B or 1, H or Hkv or 1, Sk)"),
+    "scores batch": ({"scores": torch.zeros(3, 2, 5)}, ValueError, "scores must be (B or 1, H or Hkv or 1, Sk)"),
+    "scores device": (
+        {"scores": torch.zeros(2, 2, 5, device="meta")},
         ValueError,
-        "seqlens_k must have the shape (B) = (3)",
+        "scores must be on the device of query; got scores on meta, query on cpu",
     ),
     "scores type": ({"scores": 1.0}, TypeError, "scores must be a torch.Tensor or None; got scores of type float"),
     "window": ({"window_size": -3}, ValueError, "window_size must not be negative; got window_size -3"),
@@ -177,7 +194,7 @@ ERRORS = {
     "key_mask": (
         {"key_mask": torch.ones(2, 5) > 0},
         ValueError,
-        "key_mask must have 3 dimensions; got key_mask (2, 5)",
+        "key_mask must have 3 dimensions; got key_mask (2, 5): if that is (B, Sk), make it (B, 1, Sk), in Python",
     ),
     "key_mask type": ({"key_mask": True}, TypeError, "key_mask must be a torch.Tensor or None; got key_mask of type"),
     "scale": ({"scale": torch.nan}, ValueError, "scale must be finite; got scale nan"),
@@ -409,6 +426,18 @@ def test_autocast_selects_by_the_unrounded_scores() -> None:
     low = [tensor.bfloat16() for tensor in (case.query, case.key, case.value)]
     mask = select_keys(case.bias, 5, seqlen_q=33)
     assert out.dtype == torch.bfloat16 and torch.equal(out, attention(*low, mask=mask, bias=case.bias, is_causal=True))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_takes_a_bias_of_any_dtype_that_it_casts(bias_dtype: torch.dtype) -> None:
+    tensors = [torch.randn(2, 5, 2, 8) for _ in range(3)]
+    key_bias = torch.randn(2, 2, 5).to(bias_dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dynamic_mask_attention(*tensors, key_bias, 3).dtype == torch.bfloat16
+    message = "key_bias must have query's dtype or float32; got key_bias float64"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=message):
+        dynamic_mask_attention(*tensors, key_bias.double(), 3)
 
 
 def test_meta_tensors_give_shapes() -> None:

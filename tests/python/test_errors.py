@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from flash_dmattn import attention, flash_dmattn_func, flash_dmattn_func_auto
+from flash_dmattn import (
+    KeyIntervals,
+    attention,
+    dynamic_mask_attention,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flex_dmattn_func,
+    plan_report,
+    prepare_mask,
+    select_keys,
+)
+from flash_dmattn.flash_dmattn_triton import triton_dmattn_func
+from flash_dmattn.utils.mask import block_smooth, create_mask, topk_indices, topk_mask
 from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -87,6 +101,14 @@ VALUE_ERRORS = {
     "mask keys": ({"mask": bits(2, 1, 3, 4)}, f"mask {BROADCAST}; got mask (2, 1, 3, 4)"),
     "mask per key": ({"mask": bits(2, 3, 5)}, f"mask {BROADCAST}; got mask (2, 3, 5)"),
     "mask of rows and keys": ({"mask": bits(5, 3)}, f"mask {BROADCAST}; got mask (5, 3)"),
+    "mask of batch and keys": (
+        {"mask": bits(2, 5)},
+        f"mask {BROADCAST}; got mask (2, 5): if that is (B, Sk), make it (B, 1, Sk), in Python mask[:, None, :]",
+    ),
+    "bias of batch and keys": (
+        {"bias": torch.zeros(2, 5)},
+        f"bias {BROADCAST}; got bias (2, 5): if that is (B, Sk), make it (B, 1, Sk), in Python bias[:, None, :]",
+    ),
     "bias dtype": (
         {"bias": torch.zeros(3, 5).half()},
         "bias must have query's dtype or float32; got bias float16, query float32",
@@ -192,6 +214,126 @@ def test_type_errors(changes: dict, message: str) -> None:
 def test_type_errors_under_the_original_names(changes: dict, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         flash_dmattn_func(**inputs(**changes))
+
+
+INTERVALS = KeyIntervals.causal(3, 5)
+BOUND = torch.zeros(2, 2, 5, dtype=torch.int32)
+LENGTHS = torch.ones(2, dtype=torch.int32)
+# Every public function, with a sound value of each of its tensor arguments.
+TENSOR_ARGUMENTS: dict[str, tuple[Callable, dict[str, object], dict[str, object]]] = {
+    "attention": (attention, inputs(mask=bits(3, 5), bias=torch.zeros(3, 5), seqlens_k=LENGTHS), {}),
+    "dynamic_mask_attention": (
+        dynamic_mask_attention,
+        inputs(key_bias=torch.zeros(2, 2, 5), scores=torch.zeros(2, 2, 5), key_mask=bits(2, 2, 5), seqlens_k=LENGTHS),
+        {"window_size": 3},
+    ),
+    "flash_dmattn_func": (flash_dmattn_func, inputs(attn_mask=bits(3, 5), attn_bias=torch.zeros(3, 5)), {}),
+    "flex_dmattn_func": (flex_dmattn_func, inputs(attn_mask=bits(3, 5), attn_bias=torch.zeros(3, 5)), {}),
+    "triton_dmattn_func": (triton_dmattn_func, inputs(attn_mask=bits(3, 5), attn_bias=torch.zeros(3, 5)), {}),
+    "select_keys": (
+        select_keys,
+        {"scores": torch.zeros(2, 2, 5), "key_mask": bits(2, 2, 5), "seqlens_k": LENGTHS},
+        {"window_size": 3},
+    ),
+    "prepare_mask": (prepare_mask, {"mask": bits(3, 5)}, {}),
+    "plan_report": (
+        plan_report,
+        {"query": torch.zeros(2, 3, 4, 8), "key": torch.zeros(2, 5, 2, 8), "mask": bits(3, 5), "seqlens_k": LENGTHS},
+        {},
+    ),
+    "KeyIntervals": (KeyIntervals, {"begin": BOUND, "end": BOUND}, {}),
+    "intersection": (INTERVALS.intersection, {"other": bits(3, 5)}, {}),
+    "causal": (KeyIntervals.causal, {"seqlens_k": LENGTHS}, {"seqlen_q": 3, "seqlen_k": 5}),
+    "prefix": (KeyIntervals.prefix, {"prefix_length": LENGTHS, "seqlens_k": LENGTHS}, {"seqlen_q": 3, "seqlen_k": 5}),
+    "documents": (KeyIntervals.documents, {"cu_seqlens": torch.tensor([0, 2, 5])}, {}),
+    "topk_indices": (topk_indices, {"attention_bias": torch.zeros(2, 2, 5)}, {"window_size": 3}),
+    "topk_mask": (
+        topk_mask,
+        {"attention_bias": torch.zeros(2, 2, 5), "attention_mask": bits(2, 2, 5)},
+        {"window_size": 3, "min_dtype": -1e9},
+    ),
+    "create_mask": (
+        create_mask,
+        {"attention_bias": torch.zeros(2, 2, 5), "attention_mask": bits(2, 5)},
+        {"batch_size": 2, "query_len": 3, "key_len": 5, "window_size": 3, "min_dtype": -1e9},
+    ),
+    "block_smooth": (block_smooth, {"attention_mask": bits(3, 5)}, {"key_len": 5, "block_size": 2}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.parametrize(("function", "tensors", "others"), TENSOR_ARGUMENTS.values(), ids=TENSOR_ARGUMENTS.keys())
+def test_tensors_that_are_not_dense_are_named(function: Callable, tensors: dict, others: dict) -> None:
+    function(**tensors, **others)
+    for name, tensor in tensors.items():
+        message = f"{name} must be a dense tensor; got {name} with layout sparse_coo"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(**(tensors | {name: tensor.to_sparse()}), **others)
+
+
+def test_other_layouts_are_named() -> None:
+    rows = [torch.zeros(3, 4, 8), torch.zeros(2, 4, 8)]
+    layouts = {
+        "sparse_csr": torch.zeros(2, 3, 4, 8).to_sparse_csr(2),
+        "_mkldnn": torch.zeros(2, 3, 4, 8).to_mkldnn(),
+        "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+    }
+    for layout, query in layouts.items():
+        with pytest.raises(ValueError, match=f"query must be a dense tensor; got query with layout {layout}"):
+            attention(**inputs(query=query))
+
+
+# ---- A mask that can be read as (Sq, Sk) or as (B, Sk)
+
+SQUARE = {"query": torch.zeros(4, 4, 2, 8), "key": torch.zeros(4, 6, 2, 8), "value": torch.zeros(4, 6, 2, 8)}
+TWO_READINGS: dict[str, tuple[str, Callable]] = {
+    "mask": ("mask", lambda mask: attention(**SQUARE, mask=mask)),
+    "bias": ("bias", lambda mask: attention(**SQUARE, bias=mask.float())),
+    "flash_dmattn_func": ("mask", lambda mask: flash_dmattn_func(**SQUARE, attn_mask=mask)),
+    "probabilities": ("mask", lambda mask: flash_dmattn_func(**SQUARE, attn_mask=mask, return_attn_probs=True)),
+    "bound": ("mask", lambda mask: flash_dmattn_func_auto("cpu", attn_mask=mask)(**SQUARE)),
+    "flex": ("mask", lambda mask: flex_dmattn_func(**SQUARE, attn_mask=mask)),
+    "flex bias": ("bias", lambda mask: flex_dmattn_func(**SQUARE, attn_bias=mask.float())),
+    "plan_report": ("mask", lambda mask: plan_report(SQUARE["query"], SQUARE["key"], mask=mask)),
+    "intersection": ("other", lambda mask: select_keys(torch.zeros(4, 1, 6), 3, seqlen_q=4).intersection(mask)),
+    "topk_mask": ("attention_mask", lambda mask: topk_mask(torch.zeros(4, 1, 1, 6), mask, 3, -1e9)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.parametrize(("name", "call"), TWO_READINGS.values(), ids=TWO_READINGS.keys())
+def test_a_mask_with_two_readings_warns_once_for_every_place(name: str, call: Callable) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("default", ".* is read as")
+        for _ in range(3):
+            call(bits(4, 6))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    message = (
+        f"{name} (4, 6) is read as (Sq, Sk), but with B = Sq = 4 it may be meant as (B, Sk): give {name}[:, None, :]"
+    )
+    assert message in str(caught[0].message)
+
+
+def test_masks_with_one_reading_do_not_warn() -> None:
+    mask = bits(4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for form in (mask[None, None], mask[:, None, :], mask[:1], mask[:, :1], prepare_mask(mask)):
+            attention(**SQUARE, mask=form)
+        for batch in (1, 3):
+            attention(**{name: tensor[:batch] for name, tensor in SQUARE.items()}, mask=mask, bias=mask.float())
+        flash_dmattn_func(**{name: tensor[:1] for name, tensor in SQUARE.items()}, attn_mask=mask)
+        KeyIntervals.causal(4, 6).intersection(mask)
+
+
+def test_the_warning_breaks_no_graph() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda mask: attention(**SQUARE, mask=mask), fullgraph=True, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* is read as")
+        compiled(bits(4, 6))
+    torch._dynamo.reset()
 
 
 def test_other_devices_are_named() -> None:

@@ -14,6 +14,7 @@ import torch
 from cases import make_case
 from flash_dmattn import attention, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_interface, flex_dmattn_func
 from flash_dmattn.__main__ import main
+from flash_dmattn.flash_dmattn_triton import triton_dmattn_func
 from oracle import Case, visibility
 from torch import Tensor
 
@@ -37,6 +38,32 @@ def test_drop_in_names() -> None:
     assert flash_dmattn_interface.flash_dmattn_func is flash_dmattn_func
     assert flash_dmattn.__version__.count(".") == 2
     assert all(hasattr(flash_dmattn, name) for name in flash_dmattn.__all__)
+
+
+def test_modules_of_the_original_import_without_triton() -> None:
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None
+        from flash_dmattn.flash_dmattn_interface import flash_dmattn_func
+        from flash_dmattn.flash_dmattn_flex import flex_attention_forward, flex_dmattn_func
+        from flash_dmattn.flash_dmattn_triton import triton_dmattn_func
+        import flash_dmattn
+        assert flex_attention_forward is flex_dmattn_func is flash_dmattn.flex_dmattn_func
+        assert flash_dmattn_func is flash_dmattn.flash_dmattn_func and callable(triton_dmattn_func)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_triton_function_computes_in_its_own_argument_order() -> None:
+    case = make_case(mask=(2, 2, 33, 47), bias=(1, 4, 1, 47), is_causal=True, scale=0.2)
+    expected = call(flash_dmattn_func, case)
+    tensors = (case.query, case.key, case.value, case.mask, case.bias)
+    assert list(inspect.signature(triton_dmattn_func).parameters)[5:] == ["is_causal", "softmax_scale", "scale"]
+    assert torch.equal(triton_dmattn_func(*tensors, True, 0.2), expected)
+    assert torch.equal(triton_dmattn_func(*tensors, is_causal=True, scale=0.2), expected)
+    with pytest.raises(ValueError, match="softmax_scale is another name of scale"):
+        triton_dmattn_func(*tensors, True, 0.2, scale=0.3)
 
 
 @pytest.mark.parametrize("function", [flash_dmattn_func, flex_dmattn_func])
@@ -183,3 +210,4 @@ def test_info_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_command() -> None:
     done = run_command("no_such_command")
     assert done.returncode == 2 and "invalid choice: 'no_such_command'" in done.stderr
+    assert done.stderr.startswith("python -m flash_dmattn: error: ") and done.stderr.count("\n") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import pickle
 import re
 from collections.abc import Callable
@@ -258,6 +259,29 @@ def test_is_frozen_copies_and_moves(kind: str) -> None:
         assert repr(other) == repr(prepared)
         assert torch.equal(other.dense_mask(ROWS), prepared.dense_mask(ROWS))
     assert (prepared.mask is not None and prepared.mask.data_ptr() == mask.data_ptr()) == (kind != "intervals")
+
+
+def test_a_mask_made_of_batch_and_keys_is_told_its_form() -> None:
+    case = make_case(batch=2, rows=ROWS, keys=KEYS)
+    prepared = prepare_mask(random_mask(2, KEYS))
+    with pytest.raises(ValueError, match=r"made of a mask \(B, Sk\), make it of \(B, 1, Sk\), mask\[:, None, :\]"):
+        attention(case.query, case.key, case.value, mask=prepared)
+    with pytest.raises(ValueError, match=r"must have been prepared for these shapes; .*device=\w+(:\d)?\)$"):
+        attention(case.query, case.key, case.value, mask=prepare_mask(random_mask(3, KEYS)))
+
+
+@pytest.mark.parametrize(("make", "kind"), MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_is_loaded_as_weights_only(make: Callable, kind: str, is_causal: bool) -> None:
+    prepared = prepare_mask(make(), ROWS, is_causal=is_causal)
+    file = io.BytesIO()
+    torch.save([prepared], file)
+    file.seek(0)
+    (same,) = torch.load(file, weights_only=True)
+    assert type(same) is PreparedMask and repr(same) == repr(prepared)
+    assert torch.equal(same.dense_mask(ROWS), prepared.dense_mask(ROWS))
+    if prepared.intervals is not None:
+        assert same.intervals.window_size == prepared.intervals.window_size
 
 
 @pytest.fixture

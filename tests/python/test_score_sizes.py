@@ -41,7 +41,7 @@ def check(case: Case, **options: object) -> None:
         options["needs"] = ("value", "bias")  # gradients of query and key are multiples of the scale: too large
     got = run_library(case, **options)
     if case.query.dtype != torch.float64:
-        return assert_case_close(case, got, score_dtype=torch.float32)
+        return assert_case_close(case, got, float32_scores=True)
     for name, expected in reference(case).items():
         assert_near(got[name], expected.value)
 

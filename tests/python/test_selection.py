@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import math
 import pickle
 import re
@@ -460,6 +461,17 @@ def test_is_frozen_printable_and_moves() -> None:
     assert KeyIntervals.causal(3, device="meta").device.type == "meta"
     for same in (copy.deepcopy(intervals), pickle.loads(pickle.dumps(intervals))):
         assert torch.equal(same.begin, intervals.begin) and torch.equal(same.end, intervals.end)
+
+
+def test_is_loaded_as_weights_only() -> None:
+    intervals = select_keys(torch.randn(2, 3, 20), 5)
+    file = io.BytesIO()
+    torch.save({"intervals": intervals}, file)
+    file.seek(0)
+    same = torch.load(file, weights_only=True)["intervals"]
+    assert type(same) is KeyIntervals and same.device == intervals.device
+    assert torch.equal(same.begin, intervals.begin) and torch.equal(same.end, intervals.end)
+    assert same.window_size == intervals.window_size == 5
 
 
 def test_is_a_pytree() -> None:

@@ -113,6 +113,8 @@ ERRORS = {
     "no_array": (["text.npy"], "text.npy holds no tensor that torch.save or numpy.save wrote"),
     "no_tensor": (["text.pt"], "text.pt holds no tensor that torch.save or numpy.save wrote"),
     "list": (["list.pt"], "list.pt must hold one tensor; got list"),
+    "sparse": (["sparse.pt"], "sparse.pt must hold a dense tensor; got one with layout sparse_coo"),
+    "meta": (["meta.pt"], "meta.pt must hold a tensor with data; got one on meta"),
     "integers": (["integers.npy"], "a file must hold a bool mask or floating scores; integers.npy holds torch.int64"),
     "mask_of_rank_1": (["mask1.npy"], "a mask must have 2, 3 or 4 dimensions; mask1.npy has (4,)"),
     "scores_of_rank_2": (["scores2.npy"], "scores must be (Sk) or (B, heads, Sk); scores2.npy has (2, 4)"),
@@ -151,6 +153,8 @@ def test_errors(
     for name in ("text.npy", "text.pt"):
         Path(name).write_text("no tensor at all")
     torch.save([1, 2], "list.pt")
+    torch.save(torch.ones(4, 4).to_sparse(), "sparse.pt")
+    torch.save(torch.ones(4, 4, dtype=torch.bool, device="meta"), "meta.pt")
     arrays = {"mask": np.ones((4, 4), dtype=bool), "mask1": np.ones(4, dtype=bool), "integers": np.zeros(4, dtype=int)}
     arrays |= {"scores": np.zeros(4, dtype=np.float32), "scores2": np.zeros((2, 4)), "long": np.zeros(9000)}
     arrays |= {"empty": np.ones((0, 4), dtype=bool)}
@@ -159,7 +163,8 @@ def test_errors(
     with pytest.raises(SystemExit) as exit_:
         main(["show", *arguments])
     assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("python -m flash_dmattn show: error: ") and error.count("\n") == 1 and message in error
     assert not list(tmp_path.glob("*.png"))
 
 

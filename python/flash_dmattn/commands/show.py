@@ -218,10 +218,18 @@ def _load(path: Path) -> Tensor:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise BadArgument(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # whatever a file of another kind leads the readers to
-        raise BadArgument(f"{path} holds no tensor that torch.save or numpy.save wrote ({error})") from error
+    except (
+        Exception
+    ) as error:  # whatever a file of another kind leads the readers to, with advice for code that calls them
+        kind = type(error).__name__
+        raise BadArgument(f"{path} holds no tensor that torch.save or numpy.save wrote ({kind})") from error
     if not isinstance(loaded, Tensor):
         raise BadArgument(f"{path} must hold one tensor; got {type(loaded).__name__}")
+    if loaded.layout is not torch.strided:
+        layout = str(loaded.layout).removeprefix("torch.")
+        raise BadArgument(f"{path} must hold a dense tensor; got one with layout {layout}")
+    if loaded.is_meta:
+        raise BadArgument(f"{path} must hold a tensor with data; got one on meta")
     return loaded.detach()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._arguments import as_int, as_number, check_optional_tensor, check_tensor
+from .._arguments import as_int, as_number, check_optional_tensor, check_tensor, warn_of_two_readings
 
 # Scores that are worked on together; what is needed beside the result is a small multiple of that. On the CPU they
 # stay in its caches, other devices need more at a time to be busy.
@@ -207,6 +207,7 @@ def _prepare(attention_bias: Tensor, attention_mask: Tensor | None) -> tuple[Ten
                 f"attention_bias on {bias.device}"
             )
         mask = _four_dims(attention_mask.detach())
+        warn_of_two_readings("attention_mask", attention_mask, shape[0], mask.shape[2], shape[3])
         if any(left != right and 1 not in (left, right) for left, right in zip(shape, mask.shape, strict=True)):
             raise ValueError(
                 "attention_mask must broadcast with attention_bias; got attention_mask "
