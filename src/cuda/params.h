@@ -37,9 +37,10 @@ struct ScoreRule {
 // more than 2^-14, a quarter of what rounding them to float16 does. The backward then computes from RowStats
 // (large_rows.cuh).
 constexpr float kLargeScore = 1024;
-// A row's maximum, likewise, is huge from here on: relative to its rounding probabilities may leave float's range. The
-// forward then starts again, with exponents that are made in more steps (softmax.cuh).
-constexpr float kHugeScore = 0x1p26f;
+// A row's maximum, likewise, is huge from here on: relative to its rounding probabilities are no longer near 1 and may
+// leave float's range. A block of the forward that ends with such a row starts again and makes exponents in more steps
+// (softmax.cuh).
+constexpr float kHugeScore = 0x1p14f;
 
 // The last `count` blocks of a launch, in the order in which they start (portable/block_order.cuh).
 constexpr int kMostOrderedBlocks = 1024;

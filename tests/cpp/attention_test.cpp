@@ -355,6 +355,24 @@ TEST(Attention, VisibleNaNAndInfinityComeOut) {
   }
 }
 
+// A bias that is the same for all keys changes lse and nothing else, also where lse is too coarse for the rows' sums.
+TEST(Attention, ALargeBiasOfAllKeysChangesNoGradient) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
+    Call call({.name = "large", .shape = {1, 9, 70, 2, 1, 8}, .bias = {1, 1, 1, 70}, .float_bias = true}, dtype);
+    call.query.fill([] { return 0.0; });
+    call.bias.fill([] { return 0.0; });
+    call.run();
+    for (const double size : {-1e9, 1e9, 1e30, -double{std::numeric_limits<float>::max()}}) {
+      Call large = call;
+      large.bias.fill([&] { return size; });
+      large.run();
+      EXPECT_FLOAT_EQ(static_cast<float>(large.lse.get(0)), static_cast<float>(size));
+      large.lse = call.lse;
+      expect_same_bytes(large, call);
+    }
+  }
+}
+
 TEST(Attention, ResultsAreRoundedToNearest) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     const double eps = dtype == DType::kBFloat16 ? 1.0 / (1 << 7) : 1.0 / (1 << 10);

@@ -173,7 +173,7 @@ class SerialExecutor : public Executor {
 // The tensors of a forward and backward call.
 struct Call {
   Tensor query, key, value, mask, bias, seqlens, dout, dlse;
-  Tensor out, lse, dquery, dkey, dvalue, dbias;
+  Tensor out, lse, row_stats, dquery, dkey, dvalue, dbias;
   AttentionOptions options;
 
   Call(const Variant& variant, DType dtype, unsigned seed = 1) {
@@ -219,19 +219,23 @@ struct Call {
   void make_results() {
     out = Tensor(query.dtype(), query.shape());
     lse = Tensor(dlse.dtype(), dlse.shape());
+    row_stats = Tensor(dlse.dtype(), {dlse.shape()[0], dlse.shape()[1], dlse.shape()[2], 2});
     dquery = Tensor(query.dtype(), query.shape());
     dkey = Tensor(query.dtype(), key.shape());
     dvalue = Tensor(query.dtype(), value.shape());
     if (bias.defined()) dbias = Tensor(bias.dtype(), bias.shape());
     // Whatever was there must not matter.
-    for (Tensor* tensor : {&out, &lse, &dquery, &dkey, &dvalue, &dbias}) tensor->fill([] { return std::nan(""); });
+    for (Tensor* tensor : {&out, &lse, &row_stats, &dquery, &dkey, &dvalue, &dbias})
+      tensor->fill([] { return std::nan(""); });
   }
 
   AttentionInputs inputs() const {
     return {query.view(), key.view(), value.view(), mask.view(), bias.view(), seqlens.view()};
   }
-  AttentionOutputs outputs() const { return {out.view(), lse.view()}; }
-  AttentionCotangents cotangents() const { return {out.view(), lse.view(), dout.view(), dlse.view()}; }
+  AttentionOutputs outputs() const { return {out.view(), lse.view(), row_stats.view()}; }
+  AttentionCotangents cotangents() const {
+    return {out.view(), lse.view(), dout.view(), dlse.view(), row_stats.view()};
+  }
   AttentionGradients gradients() const { return {dquery.view(), dkey.view(), dvalue.view(), dbias.view()}; }
 
   void run(const AttentionContext& context = {}) {

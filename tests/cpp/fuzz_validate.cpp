@@ -157,10 +157,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   options.is_causal = decisions.byte() % 2;
 
   ForwardProblem forward;
-  const AttentionOutputs outputs{query_like(), lse_like()};
+  const auto stats_like = [&] { return view(decisions, lse_dtype, 4, {s.batch, s.heads, s.rows, 2}); };
+  const AttentionOutputs outputs{query_like(), lse_like(), maybe(decisions, stats_like())};
   require_sound(make_forward_problem(inputs, options, outputs, &forward), forward);
 
-  const AttentionCotangents cotangents{query_like(), lse_like(), query_like(), maybe(decisions, lse_like())};
+  const AttentionCotangents cotangents{query_like(), lse_like(), query_like(), maybe(decisions, lse_like()),
+                                       maybe(decisions, stats_like())};
   AttentionGradients gradients{
       maybe(decisions, query_like()), maybe(decisions, key_like()), maybe(decisions, key_like()), {}};
   if (inputs.bias.rank >= 0 && inputs.bias.rank <= TensorView::kMaxRank && decisions.byte() % 2) {

@@ -263,8 +263,12 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.inputs.key.shape[2] = c.inputs.value.shape[2] = 0; }},
     {"scale must be finite; got scale nan", [](Call& c) { c.options.scale = std::abs(kNaN); }},
     {"scale must be finite; got scale inf", [](Call& c) { c.options.scale = kInfinity; }},
-    {"softcap must be finite and not negative; got softcap -1.000000", [](Call& c) { c.options.softcap = -1; }},
+    {"softcap must be finite and not negative; got softcap -1", [](Call& c) { c.options.softcap = -1; }},
     {"softcap must be finite and not negative; got softcap inf", [](Call& c) { c.options.softcap = kInfinity; }},
+    {"softcap must be 0 or between 1e-30 and 1e30, but in float64; got softcap 1e-50",
+     [](Call& c) { c.options.softcap = 1e-50; }},
+    {"softcap must be 0 or between 1e-30 and 1e30, but in float64; got softcap 1e+31",
+     [](Call& c) { c.options.softcap = 1e31; }},
     {"mask must have 2, 3 or 4 dimensions; got mask (24)", [](Call& c) { c.inputs.mask = tensor(DType::kBool, 24); }},
     {"mask must be bool; got mask float32", [](Call& c) { c.inputs.mask.dtype = DType::kFloat32; }},
     {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 3, 16, 24)",
@@ -296,6 +300,15 @@ const Mistake kMistakes[] = {
     {"dout must have stride 1 in its head dim; got dout (2, 16, 8, 64) with strides (0, 0, 0, 0)",
      [](Call& c) { c.cotangents.dout.strides = {}; }},
     {"dlse must be float32; got dlse float64", [](Call& c) { c.cotangents.dlse.dtype = DType::kFloat64; }},
+    {"row_stats must have the shape (B, H, Sq, 2) = (2, 8, 16, 2); got row_stats (2, 8, 16, 3)",
+     [](Call& c) { c.outputs.row_stats = tensor(DType::kFloat32, 2, 8, 16, 3); }},
+    {"row_stats must be contiguous; got row_stats (2, 8, 16, 2) with strides (0, 0, 0, 1)",
+     [](Call& c) {
+       c.outputs.row_stats = tensor(DType::kFloat32, 2, 8, 16, 2);
+       c.outputs.row_stats.strides = {0, 0, 0, 1};
+     }},
+    {"row_stats must be float32; got row_stats bfloat16",
+     [](Call& c) { c.cotangents.row_stats = tensor(DType::kBFloat16, 2, 8, 16, 2); }},
     {"dquery must have data; got dquery (2, 16, 8, 64) at a null pointer",
      [](Call& c) { c.gradients.dquery.data = nullptr; }},
     {"dkey must have the shape (B, Sk, Hkv, D) = (2, 24, 2, 64); got dkey (2, 16, 8, 64)",
@@ -318,6 +331,14 @@ TEST(Validate, ScaleMustBeFiniteInTheDtypeOfTheScores) {
   low.options.scale = high.options.scale = 1e300;
   EXPECT_EQ(low.forward().argument(), "scale");
   EXPECT_TRUE(high.forward().ok());
+}
+
+TEST(Validate, SoftcapsOfFloat64MayBeOfAnySize) {
+  Call call(DType::kFloat64);
+  for (const double softcap : {1e-300, 1e300}) {
+    call.options.softcap = softcap;
+    EXPECT_TRUE(call.forward().ok()) << softcap;
+  }
 }
 
 // (B, heads, Sk) of one element.

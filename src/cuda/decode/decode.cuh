@@ -191,8 +191,7 @@ struct DecodeWarp {
 #pragma unroll
       for (int i = 0; i < 2; ++i) shift_huge_row(params.score, i, true_max[i], scores, row_max, row_sum, sums);
     }
-    bool seen_above;
-    update_softmax(multiplier, scores, row_max, row_sum, sums, &seen_above);
+    update_softmax(multiplier, scores, row_max, row_sum, sums);
   }
 
   // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are

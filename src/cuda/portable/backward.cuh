@@ -89,8 +89,9 @@ struct BackwardBlock {
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
-  static constexpr bool kKeepsPlaces = kHeadDim <= 128 && !kRowBias;
-  static constexpr bool kKeepsSlot = !kPlanned || !kRowBias;  // a number of the block's takes one too
+  static constexpr bool kKeepsPlaces = Config::kKeepsPlaces && !kRowBias;
+  static constexpr bool kKeepsSlot =
+      (!kPlanned || !kRowBias) && kHeadDim != 64;  // a number of the block's takes one too
   __device__ static int thread_index() {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
@@ -216,8 +217,14 @@ struct BackwardBlock {
     }
   };
 
-  // Softcap and bias. The softcap's derivative is left where the score's gradient will be.
-  __device__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], Step step) const {
+  // Softcap, bias, and lse where it is large. The softcap's derivative is left where the score's gradient will be.
+  __device__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], Step step, int slot,
+                                   bool has_large_row) const {
+    if (params.score.transforms) cap_and_add_bias(scores, step);
+    if (has_large_row) subtract_large_rows(scores, step, slot);
+  }
+
+  __device__ void cap_and_add_bias(float (&scores)[kMTiles][kNTiles][4], Step step) const {
     const Place place;
     scale_products(params.score, scores);
     if (params.score.softcap != 0) {
@@ -435,12 +442,12 @@ struct BackwardBlock {
   }
 
   __device__ void run_step(Step step, int stage, int slot, int buffer) {
+    const bool has_large_row = shared.has_large_row;  // read before it is needed
     float scores[kMTiles][kNTiles][4];
     clear(scores);
     multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
         scores, queries(stage), score_row(), keys, score_key());
-    if (params.score.transforms) transform_scores(scores, step);
-    if (shared.has_large_row) subtract_large_rows(scores, step, slot);
+    if (params.score.transforms | has_large_row) transform_scores(scores, step, slot, has_large_row);
     float lse_log2[kThreadRows], gradients[kMTiles][kNTiles][4];
     const Place place;
 #pragma unroll

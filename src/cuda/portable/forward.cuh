@@ -30,8 +30,7 @@ struct ForwardBlock {
   struct Shared : RowBlock {
     float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys
     float true_max[Config::kRows];                     // of a safe run
-    bool saw_huge;
-    bool is_safe;  // whether huge scores are looked for; not done at first
+    bool is_safe;                                      // whether huge rows are looked for: not at first
   };
   static constexpr std::size_t kSharedBytes =
       Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
@@ -53,7 +52,7 @@ struct ForwardBlock {
         planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
     if (threadIdx.x == 0) {
       shared.set(params, kPlanned, batch, head, first_row);
-      shared.saw_huge = shared.is_safe = false;
+      shared.is_safe = false;
     }
     __syncthreads();
   }
@@ -83,7 +82,8 @@ struct ForwardBlock {
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
-  static constexpr bool kKeepsPlaces = kHeadDim <= 128 && !(kRowBias && Config::kWarpRows == 32);
+  static constexpr bool kKeepsPlaces =
+      kHeadDim <= 128 && (kHeadDim != 96 || kPlanned) && !(kRowBias && Config::kWarpRows == 32);
   __device__ static int thread_index() {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
@@ -192,19 +192,18 @@ struct ForwardBlock {
   }
 
   // sums += probabilities values
-  __device__ void add_values(bool is_safe) {
-    if (is_safe) shift_huge_rows();
+  __device__ void add_values() {
     const float multiplier = params.score.multiplier;
     if constexpr (Config::kMixesSoftmax) {
       float reference[kThreadRows], tile_sum[kThreadRows] = {};
-      rescale_sums(multiplier, scores, row_max, row_sum, sums, reference, &shared.saw_huge);
+      rescale_sums(multiplier, scores, row_max, row_sum, sums, reference);
       multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0, [&](int depth, int part, int parts) {
         exponentiate(multiplier, reference, scores, tile_sum, 2 * depth, part, parts);
       });
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) row_sum[i] += tile_sum[i];
     } else {
-      update_softmax(multiplier, scores, row_max, row_sum, sums, &shared.saw_huge);
+      update_softmax(multiplier, scores, row_max, row_sum, sums);
       multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
     }
   }
@@ -219,13 +218,24 @@ struct ForwardBlock {
       }
       wait_copies<0>();
       // Without any tile nothing else keeps another warp's queries from arriving where this one's results are put.
-      __syncthreads();
-      if (shared.is_safe || !shared.saw_huge) break;
+      const bool again = __syncthreads_or(has_huge_row());
+      if (!again || shared.is_safe) break;
       __syncthreads();
       if (threadIdx.x == 0) shared.is_safe = true;
       __syncthreads();
     }
     store();
+  }
+
+  // A row that was huge for a while and is no more is no harm, unless its probabilities left float's range.
+  __device__ bool has_huge_row() const {
+    bool huge = false;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      huge |= is_huge(reference_of(row_max[i], params.score.multiplier)) || !isfinite(row_sum[i]) ||
+              !isfinite(sums[i / 2][0][2 * (i % 2)]);
+    }
+    return huge;
   }
 
   __device__ void begin() {
@@ -293,13 +303,13 @@ struct ForwardBlock {
       multiply_keys();
       if (params.score.transforms) transform_scores(tile);
       if ((tile + 1) * kTileKeys > first_limit) hide_tile(tile);
+      if (shared.is_safe) shift_huge_rows();
       const TokenRows key_rows = shared.keys;
-      const bool is_safe = shared.is_safe;
       wait_copies<0>();
       __syncthreads();
       if (tile > 0) load_tile(keys, key_rows, tile - 1, 0);
       commit_copies();
-      add_values(is_safe);
+      add_values();
       if (tile > 0) load_key_bias(tile - 1);
     }
   }
@@ -347,13 +357,13 @@ struct ForwardBlock {
           hide_by_words(
               scores, warp_words(facts), warp_row() % kWordRows, [&](int n) { return place.column_of(n); }, -INFINITY);
         }
+        if (shared.is_safe) shift_huge_rows();
       }
       planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, shared.existing, shared.first_row);
       tile = ahead;
       ahead = far_ahead;
       far_ahead = next_planned(&place);  // read while the block waits, as are the rows' places
       const TokenRows key_rows = shared.keys;
-      const bool is_safe = shared.is_safe;
       wait_copies<0>();
       __syncthreads();
       if (tile >= 0) load_tile(keys, key_rows, tile, buffer ^ 1);
@@ -362,7 +372,7 @@ struct ForwardBlock {
         planned.request_index(params.plan, shared.chunk, far_ahead);
       }
       commit_copies();
-      if (sees_any) add_values(is_safe);
+      if (sees_any) add_values();
     }
   }
 };

@@ -81,17 +81,16 @@ __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_
 }
 
 // Turns scores, times `multiplier` in units of log2, into probabilities relative to the new row maxima, and rescales
-// what was summed before: a thread's parts of row_sum, and sums. Sets *saw_huge if a maximum that rose is huge: what
-// was computed then is worth nothing.
+// what was summed before: a thread's parts of row_sum, and sums.
 template <int kMTiles, int kKeyTiles, int kDimTiles>
 __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles][kKeyTiles][4],
                                       float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
-                                      float (&sums)[kMTiles][kDimTiles][4], bool* saw_huge) {
+                                      float (&sums)[kMTiles][kDimTiles][4]) {
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
     const int m = i / 2, half = 2 * (i % 2);
     const float highest = row_maximum(scores, i, row_max[i]), reference = reference_of(highest, multiplier);
-    const float rescale = exp2_fast(row_max[i] * multiplier - reference);
+    const float rescale = exp2_fast(__fmul_rn(row_max[i], multiplier) - reference);
     row_max[i] = highest;
     float sum = 0;
 #pragma unroll
@@ -105,7 +104,6 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
     row_sum[i] = row_sum[i] * rescale + sum;
     // Seldom: after the first tiles a maximum hardly moves.
     if (__any_sync(~0u, rescale != 1)) {
-      if (is_huge(reference)) *saw_huge = true;
 #pragma unroll
       for (int n = 0; n < kDimTiles; ++n) {
         sums[m][n][half] *= rescale;
@@ -120,29 +118,26 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
 template <int kMTiles, int kKeyTiles, int kDimTiles>
 __device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTiles][kKeyTiles][4],
                                     float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
-                                    float (&sums)[kMTiles][kDimTiles][4], float (&reference)[2 * kMTiles],
-                                    bool* saw_huge) {
+                                    float (&sums)[kMTiles][kDimTiles][4], float (&reference)[2 * kMTiles]) {
   float rescale[2 * kMTiles];
   bool moved = false;
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
     const float highest = row_maximum(scores, i, row_max[i]);
     reference[i] = reference_of(highest, multiplier);
-    rescale[i] = exp2_fast(row_max[i] * multiplier - reference[i]);
+    rescale[i] = exp2_fast(__fmul_rn(row_max[i], multiplier) - reference[i]);
     row_max[i] = highest;
     row_sum[i] *= rescale[i];
     moved |= rescale[i] != 1;
   }
   if (!__any_sync(~0u, moved)) return;
 #pragma unroll
-  for (int i = 0; i < 2 * kMTiles; ++i) {
-    if (is_huge(reference[i])) *saw_huge = true;
+  for (int i = 0; i < 2 * kMTiles; ++i)
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n) {
       sums[i / 2][n][2 * (i % 2)] *= rescale[i];
       sums[i / 2][n][2 * (i % 2) + 1] *= rescale[i];
     }
-  }
 }
 
 // Then one of `parts` shares of two neighbouring key tiles to probabilities, which are added to the thread's `sum`.
