@@ -19,13 +19,12 @@
 #include "cuda/portable/buckets.h"
 #include "cuda/portable/launch.h"
 #include "cuda/prepared_visibility.h"
+#include "cuda/score_rule.h"
 #include "cuda/selection/device_selection.h"
 #include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
-
-constexpr double kLog2E = 1.4426950408889634;
 
 int processor_count() {
   int device = 0, count = 0;
@@ -36,26 +35,6 @@ int processor_count() {
 bool is_aligned(const TokenView& tokens) {
   return reinterpret_cast<std::uintptr_t>(tokens.data) % 16 == 0 && tokens.batch_stride % 8 == 0 &&
          tokens.token_stride % 8 == 0 && tokens.head_stride % 8 == 0 && std::abs(tokens.token_stride) < 1 << 30;
-}
-
-ScoreRule score_rule_of(const AttentionProblem& problem) {
-  ScoreRule rule;
-  rule.scale = static_cast<float>(problem.scale);
-  if (problem.softcap > 0) {
-    constexpr double kMost = std::numeric_limits<float>::max();  // 0 times infinity would be NaN
-    rule.softcap = static_cast<float>(problem.softcap);
-    rule.inverse_softcap = static_cast<float>(1 / problem.softcap);
-    rule.inner_scale = static_cast<float>(std::clamp(2 * kLog2E * problem.scale / problem.softcap, -kMost, kMost));
-  }
-  // Inside the exponent a scale that is not positive would turn the hidden scores' -inf around or into NaN, and one
-  // whose inverse is not a usual number would be of no use where scores are large.
-  const bool usual_scale = problem.scale > 0x1p-64 && problem.scale < 0x1p64;
-  rule.transforms = problem.softcap > 0 || problem.bias.defined() || !usual_scale;
-  rule.multiplier = static_cast<float>(rule.transforms ? kLog2E : problem.scale * kLog2E);
-  rule.half_multiplier = rule.multiplier / 2;
-  rule.inverse_half = 1 / rule.half_multiplier;
-  rule.natural = rule.transforms ? 1.0f : rule.scale;
-  return rule;
 }
 
 void fill(const AttentionProblem& problem, const PreparedVisibility& prepared, AttentionParams* params) {
@@ -72,7 +51,7 @@ void fill(const AttentionProblem& problem, const PreparedVisibility& prepared, A
   params->key_heads = static_cast<std::int32_t>(problem.key_heads);
   params->head_dim = static_cast<std::int32_t>(problem.head_dim);
   params->group = static_cast<std::int32_t>(problem.group());
-  params->score = score_rule_of(problem);
+  params->score = score_rule_of(problem.scale, problem.softcap, problem.bias.defined());
   params->aligned =
       problem.head_dim % 8 == 0 && is_aligned(problem.query) && is_aligned(problem.key) && is_aligned(problem.value);
   params->shared_limit = shared_limit();

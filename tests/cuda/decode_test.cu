@@ -1,5 +1,6 @@
 // Decoding on the device against attention in double precision, one query row at a time.
 #include "cuda/decode/decode.h"
+#include "cuda/score_rule.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -172,20 +173,6 @@ struct Result {
   std::vector<float> lse;
 };
 
-ScoreRule score_rule(const Case& c, bool has_bias) {
-  constexpr double kLog2OfE = 1.4426950408889634;
-  ScoreRule rule;
-  rule.scale_log2 = static_cast<float>(c.scale * kLog2OfE);
-  if (c.softcap > 0) {
-    rule.softcap_log2 = static_cast<float>(c.softcap * kLog2OfE);
-    rule.inverse_softcap_log2 = static_cast<float>(1 / (c.softcap * kLog2OfE));
-    rule.inner_scale = static_cast<float>(2 * kLog2OfE * c.scale / c.softcap);
-  }
-  rule.transforms = c.softcap > 0 || has_bias || c.scale < 0;
-  rule.multiplier = rule.transforms ? 1.0f : rule.scale_log2;
-  return rule;
-}
-
 Result run(Case& c, bool by_graph) {
   const Sizes& sizes = c.problem.sizes;
   c.query.upload(), c.key.upload(), c.value.upload();
@@ -202,8 +189,7 @@ Result run(Case& c, bool by_graph) {
   params.keys = static_cast<std::int32_t>(sizes.keys), params.heads = static_cast<std::int32_t>(sizes.heads);
   params.key_heads = static_cast<std::int32_t>(sizes.key_heads), params.head_dim = c.head_dim;
   params.group = static_cast<std::int32_t>(c.group());
-  params.scale = static_cast<float>(c.scale);
-  params.score = score_rule(c, has_bias);
+  params.score = score_rule_of(c.scale, c.softcap, has_bias);
   params.out = {out.get(), sizes.rows * sizes.heads * c.head_dim, sizes.heads * c.head_dim, c.head_dim};
   params.lse = static_cast<float*>(lse.get());
   params.aligned =

@@ -155,7 +155,7 @@ lengths, scores = torch.tensor([5], dtype=torch.int32), torch.randn(1, 1, 6)
 bounds = torch.zeros(1, 1, 6, dtype=torch.int32), torch.full((1, 1, 6), 6, dtype=torch.int32)
 options = None, 0.0, True, False
 tensors = query, key, key, mask, bias, lengths, *bounds, None
-out, lse = operators.attention_forward(*tensors, *options)
+out, lse, row_stats = operators.attention_forward(*tensors, *options)
 dout, dlse = torch.randn(1, 6, 2, 8), torch.randn(1, 2, 6)
 planned = query, key, mask, lengths, *bounds
 # How each is called, and how it is refused.
@@ -163,8 +163,8 @@ wrong = torch.zeros(1, 6, 1, 4)
 calls = {
     "attention_forward": (tensors + options, (query, wrong, *tensors[2:], *options)),
     "attention_backward": (
-        (dout, dlse, *tensors, out, lse, *options, 0, True, True, True, True),
-        (dout, dlse, *tensors, out, lse[:, :1], *options, 0, True, True, True, True),
+        (dout, dlse, *tensors, out, lse, row_stats, *options, 0, True, True, True, True),
+        (dout, dlse, *tensors, out, lse[:, :1], row_stats, *options, 0, True, True, True, True),
     ),
     "attention_plan": ((*planned, True), (query, wrong, *planned[2:], True)),
     "select_keys": ((scores, 2, 6, True, None, lengths), (scores, -2, 6, True, None, lengths)),

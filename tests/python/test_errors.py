@@ -158,7 +158,22 @@ def test_sizes_are_refused_before_anything_is_copied() -> None:
         attention(query, key, key)
     with pytest.raises(ValueError, match=re.escape(message)):
         BACKWARD(
-            query, None, query, key, key, *(None,) * 6, query, query, None, 0.0, False, False, 0, *(True,) * 3, False
+            query,
+            None,
+            query,
+            key,
+            key,
+            *(None,) * 6,
+            query,
+            query,
+            query,
+            None,
+            0.0,
+            False,
+            False,
+            0,
+            *(True,) * 3,
+            False,
         )
 
 

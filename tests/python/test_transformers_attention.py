@@ -481,3 +481,18 @@ def test_compiled_model_equals_eager() -> None:
     got = torch.compile(ours, backend="aot_eager", dynamic=True)(text, attention_mask=mask, use_cache=False).logits
     expected = eager(text, attention_mask=mask).logits
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_additive_masks_of_rows_without_keys_train_as_eager() -> None:
+    """A float mask of -1e9, as users make them of left padding: rows of padding see every key at the same score."""
+    torch.manual_seed(0)
+    tokens, causal = torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    visible = causal & padding(left=6).bool()[:, None, None, :]
+    mask = torch.zeros(BATCH, 1, LENGTH, LENGTH).masked_fill(~visible, -1e9)
+    eager = tiny("llama").train()
+    ours = copy.deepcopy(eager)
+    for model, implementation in ((eager, "eager"), (ours, "dmattn")):
+        model.set_attn_implementation(implementation)
+        model(tokens, attention_mask=mask).logits.square().mean().backward()
+    for (name, expected), parameter in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-3, atol=1e-5, msg=name)

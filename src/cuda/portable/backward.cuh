@@ -90,8 +90,7 @@ struct BackwardBlock {
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
   static constexpr bool kKeepsPlaces = Config::kKeepsPlaces && !kRowBias;
-  static constexpr bool kKeepsSlot =
-      (!kPlanned || !kRowBias) && kHeadDim != 64;  // a number of the block's takes one too
+  static constexpr bool kKeepsSlot = !kPlanned || !kRowBias;  // a number of the block's takes one too
   __device__ static int thread_index() {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }

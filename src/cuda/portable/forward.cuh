@@ -30,7 +30,6 @@ struct ForwardBlock {
   struct Shared : RowBlock {
     float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys
     float true_max[Config::kRows];                     // of a safe run
-    bool is_safe;                                      // whether huge rows are looked for: not at first
   };
   static constexpr std::size_t kSharedBytes =
       Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
@@ -50,10 +49,7 @@ struct ForwardBlock {
         values{keys.address + static_cast<std::uint32_t>(Config::kTileBytes)},
         shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
         planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
-    if (threadIdx.x == 0) {
-      shared.set(params, kPlanned, batch, head, first_row);
-      shared.is_safe = false;
-    }
+    if (threadIdx.x == 0) shared.set(params, kPlanned, batch, head, first_row);
     __syncthreads();
   }
 
@@ -208,23 +204,29 @@ struct ForwardBlock {
     }
   }
 
+  // Twice where it has to be, by code of its own, so that the loop that nearly always runs knows nothing of huge rows.
   __device__ void run() {
-    for (;;) {
-      begin();
-      if constexpr (kPlanned) {
-        run_planned();
-      } else {
-        run_dense();
-      }
-      wait_copies<0>();
-      // Without any tile nothing else keeps another warp's queries from arriving where this one's results are put.
-      const bool again = __syncthreads_or(has_huge_row());
-      if (!again || shared.is_safe) break;
-      __syncthreads();
-      if (threadIdx.x == 0) shared.is_safe = true;
+    run_over_tiles<false>();
+    // The barrier is needed without any tile, too, or another warp's queries would arrive where results are put.
+    if (__syncthreads_or(has_huge_row())) {
+      run_over_tiles<true>();
+      const Place place(fresh_thread_index());
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) row_max[i] = shared.true_max[place.row_of(i)];
       __syncthreads();
     }
     store();
+  }
+
+  template <bool kSafe>
+  __device__ void run_over_tiles() {
+    begin();
+    if constexpr (kPlanned) {
+      run_planned<kSafe>();
+    } else {
+      run_dense<kSafe>();
+    }
+    wait_copies<0>();
   }
 
   // A row that was huge for a while and is no more is no harm, unless its probabilities left float's range.
@@ -257,12 +259,12 @@ struct ForwardBlock {
       float sum = row_sum[i];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const float true_max = shared.is_safe ? shared.true_max[place.row_of(i)] : row_max[i];
-      const float inverse = true_max == -INFINITY && sum == 0 ? 0.0f : 1.0f / sum;
+      const bool empty = row_max[i] == -INFINITY && sum == 0;
+      const float inverse = empty ? 0.0f : 1.0f / sum;
       const int row = first_row + place.row_of(i);
       if (lane % 4 == 0 && row < params.rows) {
         const std::int64_t index = (static_cast<std::int64_t>(batch) * params.heads + head) * params.rows + row;
-        store_row_facts(params, index, true_max, sum * unrounded(params.score, true_max));
+        store_row_facts(params, index, row_max[i], sum * unrounded(params.score, row_max[i]));
       }
 #pragma unroll
       for (int n = 0; n < kDimTiles; ++n) {
@@ -283,6 +285,7 @@ struct ForwardBlock {
     }
   }
 
+  template <bool kSafe>
   __device__ void run_dense() {
     const int first_row = shared.first_row, last_row = min(first_row + Config::kRows, params.rows) - 1;
     const int limit = causal_limit(params.visibility, shared.existing, last_row);
@@ -303,7 +306,7 @@ struct ForwardBlock {
       multiply_keys();
       if (params.score.transforms) transform_scores(tile);
       if ((tile + 1) * kTileKeys > first_limit) hide_tile(tile);
-      if (shared.is_safe) shift_huge_rows();
+      if constexpr (kSafe) shift_huge_rows();
       const TokenRows key_rows = shared.keys;
       wait_copies<0>();
       __syncthreads();
@@ -329,6 +332,7 @@ struct ForwardBlock {
     *all = __all_sync(~0u, (every & warp_rows) == warp_rows);
   }
 
+  template <bool kSafe>
   __device__ void run_planned() {
     planned.template start<Element, kRowBias, Config::kRows>(params, shared.chunk, shared.batch, shared.head,
                                                              shared.first_row);
@@ -357,7 +361,7 @@ struct ForwardBlock {
           hide_by_words(
               scores, warp_words(facts), warp_row() % kWordRows, [&](int n) { return place.column_of(n); }, -INFINITY);
         }
-        if (shared.is_safe) shift_huge_rows();
+        if constexpr (kSafe) shift_huge_rows();
       }
       planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, shared.existing, shared.first_row);
       tile = ahead;
