@@ -51,7 +51,7 @@ struct BackwardBlock {
     Walk walk;
     KeyBlock block;
     int existing;
-    bool has_large_row;  // any of the steps loaded so far
+    bool has_large_row[3];  // any of the steps loaded so far into the slot
   };
   static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
 
@@ -77,7 +77,7 @@ struct BackwardBlock {
     if (threadIdx.x == 0) {
       shared.block = own_block;
       shared.existing = key_count(params.visibility, own_block.batch);
-      shared.has_large_row = false;
+      for (bool& has_large_row : shared.has_large_row) has_large_row = false;
     }
     __syncthreads();
   }
@@ -176,7 +176,7 @@ struct BackwardBlock {
         static_cast<int>(threadIdx.x), tiles, sources,
         [&](int row) {
           const float lse_log2 = shared.row_facts[slot][row].x;
-          if (is_large_row(lse_log2)) shared.has_large_row = true;
+          if (is_large_row(lse_log2)) shared.has_large_row[slot] = true;
           return lse_log2 != INFINITY ? row : -1;
         },
         params.head_dim, params.aligned);
@@ -441,7 +441,7 @@ struct BackwardBlock {
   }
 
   __device__ void run_step(Step step, int stage, int slot, int buffer) {
-    const bool has_large_row = shared.has_large_row;  // read before it is needed
+    const bool has_large_row = shared.has_large_row[slot];  // read before it is needed
     float scores[kMTiles][kNTiles][4];
     clear(scores);
     multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
