@@ -20,6 +20,9 @@ class Arena {
     return result;
   }
 
+  // The next array begins at a multiple of `bytes` of the block, itself a multiple of kAlignment.
+  void align(std::size_t bytes) { used_ = (used_ + bytes - 1) / bytes * bytes; }
+
   std::size_t used() const { return used_; }
 
  private:

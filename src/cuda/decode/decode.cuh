@@ -178,20 +178,23 @@ struct DecodeWarp {
 
   __device__ void softmax() {
     const float multiplier = params.score.multiplier;
-    if (!is_safe) {
-      bool huge = false;
+    float highest[2];
+    bool huge = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      highest[i] = row_maximum(scores, i, row_max[i]);
+      huge |= is_huge(reference_of(highest[i], multiplier));
+    }
+    if (is_safe || __any_sync(~0u, huge)) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        true_max[i] = row_max[i];
-        huge |= is_huge(reference_of(row_maximum(scores, i, row_max[i]), multiplier));
+        if (!is_safe) true_max[i] = row_max[i];
+        shift_huge_row(params.score, i, true_max[i], scores, row_max, row_sum, sums);
+        highest[i] = row_maximum(scores, i, row_max[i]);
       }
-      is_safe = __any_sync(~0u, huge);
+      is_safe = true;
     }
-    if (is_safe) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) shift_huge_row(params.score, i, true_max[i], scores, row_max, row_sum, sums);
-    }
-    update_softmax(multiplier, scores, row_max, row_sum, sums);
+    update_softmax(multiplier, scores, row_max, row_sum, sums, [&](int i) { return highest[i]; });
   }
 
   // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are

@@ -20,9 +20,11 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+// kLargeRows: the kernel for calls with large rows, where they have one.
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow, bool kLargeRows = false>
 struct BackwardBlock {
   using Config = BackwardConfig<kHeadDim, kNarrow>;
+  static constexpr bool kOthersOnly = Config::kLargeRowsApart && !kLargeRows;
   static constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kThreads = Config::kThreads;
   using DimTile = SharedTile<kHeadDim>;
   using ScoreTile = SharedTile<kKeys>;
@@ -41,7 +43,7 @@ struct BackwardBlock {
 
   // What is the same for the whole block is here too: registers are short.
   struct Shared {
-    float2 row_facts[3][kRows];  // RowFacts of three steps
+    float2 row_facts[3][kRows];  // RowFacts of three steps, by number
     std::int32_t key[kKeys];     // -1: none, or no row sees it; its place holds zeros
     RowRange range[kKeys];
     float bias[kKeys];                           // if it is the same for every row
@@ -51,7 +53,9 @@ struct BackwardBlock {
     Walk walk;
     KeyBlock block;
     int existing;
-    bool has_large_row[3];  // any of the steps loaded so far into the slot
+    int head;            // of the step
+    bool has_large_row;  // of the call
+    bool transforms;     // whether anything is done to scores before the softmax
   };
   static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
 
@@ -77,7 +81,8 @@ struct BackwardBlock {
     if (threadIdx.x == 0) {
       shared.block = own_block;
       shared.existing = key_count(params.visibility, own_block.batch);
-      for (bool& has_large_row : shared.has_large_row) has_large_row = false;
+      shared.has_large_row = *params.has_large_row != 0;
+      shared.transforms = params.score.transforms || shared.has_large_row;
     }
     __syncthreads();
   }
@@ -89,8 +94,7 @@ struct BackwardBlock {
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
-  static constexpr bool kKeepsPlaces = Config::kKeepsPlaces && !kRowBias;
-  static constexpr bool kKeepsSlot = !kPlanned || !kRowBias;  // a number of the block's takes one too
+  static constexpr bool kKeepsPlaces = Config::kKeepsPlaces && !kRowBias && !kLargeRows;
   __device__ static int thread_index() {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
@@ -174,12 +178,7 @@ struct BackwardBlock {
                                  rows_of(params.dout, block.batch, step.head, step.first_row())};
     load_rows<kRows, kHeadDim, kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
-        [&](int row) {
-          const float lse_log2 = shared.row_facts[slot][row].x;
-          if (is_large_row(lse_log2)) shared.has_large_row[slot] = true;
-          return lse_log2 != INFINITY ? row : -1;
-        },
-        params.head_dim, params.aligned);
+        [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim, params.aligned);
   }
 
   __device__ void make_words(Step step, int buffer) const {
@@ -216,14 +215,8 @@ struct BackwardBlock {
     }
   };
 
-  // Softcap, bias, and lse where it is large. The softcap's derivative is left where the score's gradient will be.
-  __device__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], Step step, int slot,
-                                   bool has_large_row) const {
-    if (params.score.transforms) cap_and_add_bias(scores, step);
-    if (has_large_row) subtract_large_rows(scores, step, slot);
-  }
-
-  __device__ void cap_and_add_bias(float (&scores)[kMTiles][kNTiles][4], Step step) const {
+  // Softcap and bias. The softcap's derivative is left where the score's gradient will be.
+  __device__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], Step step) const {
     const Place place;
     scale_products(params.score, scores);
     if (params.score.softcap != 0) {
@@ -274,11 +267,10 @@ struct BackwardBlock {
     if constexpr (kPlanned) {
       hides = !step.full;
       if (hides) {
-        const Place hidden(recomputed(static_cast<int>(threadIdx.x)));  // seldom: not worth a register
         // A warp's rows lie in one word.
         hide_by_words(
             scores, shared.words[buffer][score_row() / kWordRows], score_row() % kWordRows,
-            [&](int n) { return hidden.column_of(n); }, kHidden);
+            [&](int n) { return place.column_of(n); }, kHidden);
       }
     } else {
       // Rows past the last have probabilities of 0 without help.
@@ -319,8 +311,8 @@ struct BackwardBlock {
           gradient = probability[i / 2][n][2 * (i % 2) + pair] * (gradient - delta);
         }
     }
+    // A hidden score has no gradient, even where a row or a key that others see is not finite.
     if (!hides) return;
-      // A hidden score has no gradient, even where a row or a key that others see is not finite.
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
@@ -441,12 +433,15 @@ struct BackwardBlock {
   }
 
   __device__ void run_step(Step step, int stage, int slot, int buffer) {
-    const bool has_large_row = shared.has_large_row[slot];  // read before it is needed
+    const bool transforms = kOthersOnly ? params.score.transforms : shared.transforms;  // read before it is needed
     float scores[kMTiles][kNTiles][4];
     clear(scores);
     multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kScoreAhead>(
         scores, queries(stage), score_row(), keys, score_key());
-    if (params.score.transforms | has_large_row) transform_scores(scores, step, slot, has_large_row);
+    if (transforms) {
+      if (params.score.transforms) transform_scores(scores, step);
+      if (!kOthersOnly && shared.has_large_row) subtract_large_rows(scores, step, slot);
+    }
     float lse_log2[kThreadRows], gradients[kMTiles][kNTiles][4];
     const Place place;
 #pragma unroll
@@ -457,7 +452,8 @@ struct BackwardBlock {
       exponentiate(scores, lse_log2, 0, 1);
       hides = store_probabilities(scores, step, buffer);
     }
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kProbabilityAhead>(
+    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows,
+                    kLargeRows ? 1 : Config::kProbabilityAhead>(
         gradients, output_gradients(stage), score_row(), values, score_key(), [&](int number, int steps) {
           // Not after the first products, which would wait for them.
           if (Config::kMixesProbabilities && number > 0) exponentiate(scores, lse_log2, number - 1, steps - 1);
@@ -519,8 +515,6 @@ struct BackwardBlock {
     if (params.wants_dvalue) store(dvalues, values, params.dvalue, 1);
   }
 
-  __device__ static int next_of_three(int slot) { return slot == 2 ? 0 : slot + 1; }
-
   __device__ void run() {
     clear(dkeys);
     clear(dvalues);
@@ -532,8 +526,9 @@ struct BackwardBlock {
     load_row_facts(shared.steps[0], 0);
     load_row_facts(shared.steps[1], 1);
     commit_copies();
-    int head = shared.steps[0].exists() ? shared.steps[0].head : block.first_head;
-    read_key_bias(head);
+    const int first_head = shared.steps[0].exists() ? shared.steps[0].head : block.first_head;
+    if (threadIdx.x == 0) shared.head = first_head;
+    read_key_bias(first_head);
     load_keys();
     commit_copies();
     wait_copies<1>();  // for the facts
@@ -543,53 +538,51 @@ struct BackwardBlock {
       if constexpr (kPlanned) make_words(shared.steps[0], 0);
     }
     commit_copies();
-    int slot = 0, number = 0;
-    for (; shared.steps[number % 4].exists(); ++number) {
+    for (int number = 0; shared.steps[number % 4].exists(); ++number) {
       const int buffer = number % 2, stage = Config::kStages == 2 ? buffer : 0;
-      const int kept_slot = next_of_three(slot);
-      const auto next_slot = [&] { return kKeepsSlot ? kept_slot : next_of_three(recomputed(slot)); };
+      const auto slot_of = [&](int of) { return static_cast<int>(static_cast<unsigned>(of) % 3); };
       wait_copies<0>();
       __syncthreads();
       note_step(number + 3);
       if constexpr (!kRowBias) {
-        if (shared.steps[number % 4].head != head) {
-          const int next_head = shared.steps[number % 4].head;
+        const int head = shared.head, next_head = shared.steps[number % 4].head;
+        if (next_head != head) {
           if (params.dbias_sums != nullptr &&
               params.dbias.offset(block.batch, head) != params.dbias.offset(block.batch, next_head)) {
             flush_key_bias_gradients(head);
           }
-          head = next_head;
-          read_key_bias(head);
+          read_key_bias(next_head);
           __syncthreads();
+          if (threadIdx.x == 0) shared.head = next_head;  // nobody reads it before the next step's barrier
         }
       }
-      load_row_facts(shared.steps[(number + 2) % 4], next_of_three(next_slot()));
+      load_row_facts(shared.steps[(number + 2) % 4], slot_of(number + 2));
       if (Config::kStages == 2 && shared.steps[(number + 1) % 4].exists()) {
-        load_step(shared.steps[(number + 1) % 4], stage ^ 1, next_slot());
+        load_step(shared.steps[(number + 1) % 4], stage ^ 1, slot_of(number + 1));
       }
       commit_copies();
       if constexpr (kPlanned) {
         if (shared.steps[(number + 1) % 4].exists()) make_words(shared.steps[(number + 1) % 4], buffer ^ 1);
       }
-      run_step(shared.steps[number % 4], stage, slot, buffer);
+      run_step(shared.steps[number % 4], stage, slot_of(number), buffer);
       if (Config::kStages == 1) {
         __syncthreads();
-        if (shared.steps[(number + 1) % 4].exists()) load_step(shared.steps[(number + 1) % 4], 0, next_slot());
+        if (shared.steps[(number + 1) % 4].exists()) load_step(shared.steps[(number + 1) % 4], 0, slot_of(number + 1));
         commit_copies();
       }
-      slot = next_slot();
     }
     wait_copies<0>();
-    if (!kRowBias && params.dbias_sums != nullptr) flush_key_bias_gradients(head);
+    if (!kRowBias && params.dbias_sums != nullptr) flush_key_bias_gradients(shared.head);
     store_results();
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow, bool kLargeRows>
 __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow, kLargeRows>;
+  if (Block::Config::kLargeRowsApart && kLargeRows != (*params.has_large_row != 0)) return;
   const KeyBlock block = key_block<Block::kKeys, kPlanned>(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
   if (block.exists) Block(params, block, shared).run();
 }

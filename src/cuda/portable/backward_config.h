@@ -26,12 +26,15 @@ struct BackwardConfig {
   static constexpr int kStages = kNarrow && kHeadDim >= 128 ? 1 : 2;
   // kAhead of multiply_blocks, for scores, gradients of probabilities and the others.
   static constexpr int kScoreAhead = 2;
-  static constexpr int kProbabilityAhead = kHeadDim == 64 || kHeadDim == 128 ? 1 : 2;
 #if __CUDA_ARCH__ >= 900
+  static constexpr int kProbabilityAhead = kHeadDim == 128 ? 1 : 2;
   static constexpr bool kKeepsPlaces = kHeadDim <= 128;  // what depends on the thread, in registers
 #else                                                    // where the compiler needs a register more
-  static constexpr bool kKeepsPlaces = kHeadDim < 128;
+  static constexpr int kProbabilityAhead = kHeadDim == 64 || kHeadDim == 128 ? 1 : 2;
+  static constexpr bool kKeepsPlaces = kHeadDim <= 128 && kHeadDim != 64;
 #endif
+  // Whether calls with large rows have a kernel of their own: where the loop has no registers left to ask for them.
+  static constexpr bool kLargeRowsApart = kHeadDim == 64;
   static constexpr int kGradientAhead = 2;
   static constexpr int kWords = kRows / kWordRows;
 

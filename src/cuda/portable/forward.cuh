@@ -78,8 +78,7 @@ struct ForwardBlock {
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
-  static constexpr bool kKeepsPlaces =
-      kHeadDim <= 128 && (kHeadDim != 96 || kPlanned) && !(kRowBias && Config::kWarpRows == 32);
+  static constexpr bool kKeepsPlaces = kHeadDim <= 128 && !(kRowBias && Config::kWarpRows == 32);
   __device__ static int thread_index() {
     return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
@@ -88,7 +87,10 @@ struct ForwardBlock {
   __device__ static int fresh_thread_index() { return recomputed(static_cast<int>(threadIdx.x)); }
 
   // The warp's first row within the block.
-  __device__ static int warp_row() { return thread_index() / 32 * Config::kWarpRows; }
+  __device__ static int warp_row() {
+    constexpr bool kShort = kHeadDim == 96 && !kPlanned;
+    return (kShort ? fresh_thread_index() : thread_index()) / 32 * Config::kWarpRows;
+  }
 
   struct Place : RowPlace<Config::kWarpRows> {
     __device__ explicit Place(int thread = thread_index()) : RowPlace<Config::kWarpRows>(thread) {}
@@ -199,7 +201,8 @@ struct ForwardBlock {
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) row_sum[i] += tile_sum[i];
     } else {
-      update_softmax(multiplier, scores, row_max, row_sum, sums);
+      update_softmax(multiplier, scores, row_max, row_sum, sums,
+                     [&](int i) { return row_maximum(scores, i, row_max[i]); });
       multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
     }
   }
@@ -220,7 +223,7 @@ struct ForwardBlock {
 
   template <bool kSafe>
   __device__ void run_over_tiles() {
-    begin();
+    begin<kSafe>();
     if constexpr (kPlanned) {
       run_planned<kSafe>();
     } else {
@@ -240,13 +243,14 @@ struct ForwardBlock {
     return huge;
   }
 
+  template <bool kSafe>
   __device__ void begin() {
     clear(sums);
     const Place place(fresh_thread_index());
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       row_max[i] = -INFINITY, row_sum[i] = 0;
-      shared.true_max[place.row_of(i)] = -INFINITY;
+      if constexpr (kSafe) shared.true_max[place.row_of(i)] = -INFINITY;
     }
   }
 

@@ -29,7 +29,7 @@ __device__ float to_float(std::uint16_t bits) {
 // kLanes neighbouring lanes share a row.
 template <typename Element, int kLanes, typename Index>
 __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem, std::int64_t padded_rows,
-                                 RowFacts* facts) {
+                                 RowFacts* facts, std::int32_t* has_large_row) {
   const std::int64_t rows = problem.batch * padded_rows * problem.heads;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
@@ -80,18 +80,20 @@ __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem
       sum -= static_cast<const float*>(problem.dlse)[batch * problem.dlse_batch_stride +
                                                      head * problem.dlse_head_stride + row * problem.dlse_row_stride];
     }
-    facts[(batch * problem.heads + head) * padded_rows + row] =
-        sees ? make_float2(row_fact_of_lse(lse, problem.row_stats != nullptr), sum) : make_float2(INFINITY, 0);
+    const float lse_log2 = sees ? row_fact_of_lse(lse, problem.row_stats != nullptr) : INFINITY;
+    if (is_large_row(lse_log2)) *has_large_row = 1;
+    facts[(batch * problem.heads + head) * padded_rows + row] = make_float2(lse_log2, sees ? sum : 0);
   }
 }
 
 template <typename Element>
 cudaError_t row_facts_of(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
-                         cudaStream_t stream) {
+                         std::int32_t* has_large_row, cudaStream_t stream) {
   const std::int64_t rows = problem.batch * padded_rows * problem.heads;
   const auto launch = [&](auto small, auto large, int lanes) {
     // A round past the last row is computed too, and must not wrap around.
-    (rows < 1ll << 31 ? small : large)<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(problem, padded_rows, facts);
+    (rows < 1ll << 31 ? small : large)<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(problem, padded_rows, facts,
+                                                                                          has_large_row);
     return cudaGetLastError();
   };
   using Small = std::uint32_t;
@@ -288,9 +290,10 @@ BackwardTiles backward_tiles(int head_dim, std::size_t shared_limit) {
 }
 
 cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
-                             cudaStream_t stream) {
-  return problem.dtype == DType::kBFloat16 ? row_facts_of<__nv_bfloat16>(problem, padded_rows, facts, stream)
-                                           : row_facts_of<__half>(problem, padded_rows, facts, stream);
+                             std::int32_t* has_large_row, cudaStream_t stream) {
+  return problem.dtype == DType::kBFloat16
+             ? row_facts_of<__nv_bfloat16>(problem, padded_rows, facts, has_large_row, stream)
+             : row_facts_of<__half>(problem, padded_rows, facts, has_large_row, stream);
 }
 
 namespace {

@@ -32,9 +32,9 @@ struct BackwardTiles {
 };
 BackwardTiles backward_tiles(int head_dim, std::size_t shared_limit);
 
-// Fills (B, H, `padded_rows`).
+// Fills (B, H, `padded_rows`) and sets *has_large_row, which was 0, where a row is large.
 cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
-                             cudaStream_t stream);
+                             std::int32_t* has_large_row, cudaStream_t stream);
 // Clears fp32 sums of keys, (colors, B, Sk, Hkv, bucket) or null, of heads for which some chunk of the plan has a list.
 // `stored` (B, Hkv) says of which heads none has.
 cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, int colors, float* dkey_sums,

@@ -60,8 +60,15 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
     const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, kMostOrderedBlocks, stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>, blocks, Config::kThreads,
-                       Block::kSharedBytes, stream, ordered);
+  const auto launch = [&](auto* kernel) {
+    return launch_blocks(kernel, blocks, Config::kThreads, Block::kSharedBytes, stream, ordered);
+  };
+  const cudaError_t error = launch(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow, false>);
+  if constexpr (Config::kLargeRowsApart) {
+    // One of the two ends at once: which one only the device knows.
+    if (error == cudaSuccess) return launch(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow, true>);
+  }
+  return error;
 }
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow = false>

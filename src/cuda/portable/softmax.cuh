@@ -80,16 +80,16 @@ __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_
     }
 }
 
-// Turns scores, times `multiplier` in units of log2, into probabilities relative to the new row maxima, and rescales
-// what was summed before: a thread's parts of row_sum, and sums.
-template <int kMTiles, int kKeyTiles, int kDimTiles>
+// Turns scores, times `multiplier` in units of log2, into probabilities relative to the new row maxima, highest_of(i),
+// and rescales what was summed before: a thread's parts of row_sum, and sums.
+template <int kMTiles, int kKeyTiles, int kDimTiles, typename HighestOf>
 __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles][kKeyTiles][4],
                                       float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
-                                      float (&sums)[kMTiles][kDimTiles][4]) {
+                                      float (&sums)[kMTiles][kDimTiles][4], HighestOf highest_of) {
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
     const int m = i / 2, half = 2 * (i % 2);
-    const float highest = row_maximum(scores, i, row_max[i]), reference = reference_of(highest, multiplier);
+    const float highest = highest_of(i), reference = reference_of(highest, multiplier);
     const float rescale = exp2_fast(__fmul_rn(row_max[i], multiplier) - reference);
     row_max[i] = highest;
     float sum = 0;
