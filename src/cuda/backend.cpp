@@ -116,19 +116,21 @@ struct BackwardScratch {
     padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
     const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);
     row_facts = arena->take<RowFacts>(row_count);
-    // Side by side, to be cleared in one go.
-    arena->align(kLineBytes);
-    const std::size_t before = arena->used();
-    has_large_row = arena->take<std::int32_t>(1);
-    arena->align(kLineBytes);
-    if (problem.dquery.defined() && !deterministic) dquery_sums = arena->take<float>(row_count * bucket);
-    cleared_bytes = arena->used() - before;
+    // A line for the flag and the sums after it, to be cleared in one go.
+    constexpr std::size_t kLineFloats = kLineBytes / sizeof(float);
+    const bool wants_dquery_sums = problem.dquery.defined() && !deterministic;
+    const std::size_t cleared = kLineFloats + (wants_dquery_sums ? row_count * bucket : 0);
+    cleared_bytes = cleared * sizeof(float);
+    if (auto* memory = arena->take_aligned<float>(cleared, kLineBytes); memory != nullptr) {
+      has_large_row = reinterpret_cast<std::int32_t*>(memory);
+      if (wants_dquery_sums) dquery_sums = memory + kLineFloats;
+    }
     cut(problem, prepared, tiles, arena);
     key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
     key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(colors);
-    arena->align(kLineBytes);
-    if (wants_sums && problem.dkey.defined()) dkey_sums = arena->take<float>(key_bytes / sizeof(float));
-    if (wants_sums && problem.dvalue.defined()) dvalue_sums = arena->take<float>(key_bytes / sizeof(float));
+    const auto take_sums = [&] { return arena->take_aligned<float>(key_bytes / sizeof(float), kLineBytes); };
+    if (wants_sums && problem.dkey.defined()) dkey_sums = take_sums();
+    if (wants_sums && problem.dvalue.defined()) dvalue_sums = take_sums();
     if (prepared.planned && splits == 1) {
       stored = arena->take<std::uint8_t>(static_cast<std::size_t>(problem.batch * problem.key_heads));
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace flash_dmattn::internal {
 
@@ -20,8 +21,15 @@ class Arena {
     return result;
   }
 
-  // The next array begins at a multiple of `bytes` of the block, itself a multiple of kAlignment.
-  void align(std::size_t bytes) { used_ = (used_ + bytes - 1) / bytes * bytes; }
+  // The same at an address that is a multiple of `alignment`, itself one of kAlignment. How much that uses does not
+  // depend on what was taken before.
+  template <typename T>
+  T* take_aligned(std::size_t count, std::size_t alignment) {
+    std::byte* memory = take<std::byte>(count * sizeof(T) + alignment - kAlignment);
+    if (memory == nullptr) return nullptr;
+    const std::size_t excess = reinterpret_cast<std::uintptr_t>(memory) % alignment;
+    return reinterpret_cast<T*>(memory + (excess == 0 ? 0 : alignment - excess));
+  }
 
   std::size_t used() const { return used_; }
 
