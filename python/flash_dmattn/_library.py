@@ -345,6 +345,13 @@ def _interval_shapes(scores, window_size, seqlen_q, causal, key_mask, seqlens_k)
 
 # ---- Gradients
 
+_FORWARD_ARGUMENTS = _vmap.argument_names(_forward_op)
+_DIFFERENTIABLE = ("query", "key", "value", "bias")  # in the order of attention_backward's results
+
+
+def _gradients_by_position(gradients: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(gradients.get(name) for name in _FORWARD_ARGUMENTS)
+
 
 def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window = inputs
@@ -355,18 +362,16 @@ def _save_for_backward(ctx, inputs, output):
 
 def _attention_backward(ctx, dout, dlse, _):
     *inputs, out, lse, row_stats = ctx.saved_tensors
-    needs = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
+    needs = [ctx.needs_input_grad[_FORWARD_ARGUMENTS.index(name)] for name in _DIFFERENTIABLE]
     if dout is None:
         if dlse is None:
-            return (None,) * 14
+            return _gradients_by_position({})
         dout = torch.zeros_like(out)
     backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
     options = (ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window)
     gradients = backward(dout, dlse, *inputs, out, lse, row_stats, *options, *needs)
-    dquery, dkey, dvalue, dbias = (
-        gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
-    )
-    return dquery, dkey, dvalue, None, dbias, *(None,) * 9
+    wanted = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
+    return _gradients_by_position(dict(zip(_DIFFERENTIABLE, wanted, strict=True)))
 
 
 def _refuse_second_derivative(ctx, *gradients):
@@ -434,6 +439,6 @@ _registrations.impl("attention_forward", _autocast("cuda"), "AutocastCUDA")
 
 # ---- vmap
 
-torch.library.register_vmap(_FORWARD, _vmap.forward_rule(_forward_op), lib=_registrations)
+torch.library.register_vmap(_FORWARD, _vmap.rule(_forward_op), lib=_registrations)
 torch.library.register_vmap(_BACKWARD, _vmap.backward_rule(_backward_op), lib=_registrations)
-torch.library.register_vmap(_SELECT, _vmap.select_rule(_select_op), lib=_registrations)
+torch.library.register_vmap(_SELECT, _vmap.rule(_select_op), lib=_registrations)

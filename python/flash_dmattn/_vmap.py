@@ -50,88 +50,71 @@ def _batch_of(query: Tensor, dim: int | None) -> int:
     return sizes[0] if sizes else 1
 
 
-def forward_rule(op):
-    """The rule for flash_dmattn::attention_forward, in terms of `op` itself."""
+def argument_names(op) -> tuple[str, ...]:
+    """As the operator's schema orders them: nothing else counts positions."""
+    return tuple(argument.name for argument in op._schema.arguments)
 
-    def rule(info, in_dims, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, plan, *options):
-        size, batch = info.batch_size, _batch_of(query, in_dims[0])
-        results = op(
-            _fold("query", query, in_dims[0], size),
-            _fold("key", key, in_dims[1], size),
-            _fold("value", value, in_dims[2], size),
-            _fold_broadcast("mask", mask, in_dims[3], size, batch),
-            _fold_broadcast("bias", bias, in_dims[4], size, batch),
-            _fold("seqlens_k", seqlens_k, in_dims[5], size),
-            _fold_broadcast("intervals.begin", interval_begin, in_dims[6], size, batch),
-            _fold_broadcast("intervals.end", interval_end, in_dims[7], size, batch),
-            None,
-            *options,
-        )
-        return tuple(_unfold(result, size) for result in results), (0, 0, 0)
 
-    return rule
+# What a caller knows arguments of other names by.
+_SHOWN = {"interval_begin": "intervals.begin", "interval_end": "intervals.end"}
+# Arguments with the forms of a mask or a bias.
+_BROADCAST = {"mask", "bias", "interval_begin", "interval_end", "key_mask"}
+
+
+def _fold_arguments(names: tuple[str, ...], arguments: tuple, in_dims: tuple, size: int) -> dict:
+    """The operator's arguments by name, for a folded batch. The first of them, or query, has the batch."""
+    given = dict(zip(names, arguments, strict=False))  # trailing ones may be left to their defaults
+    dims = dict(zip(names, in_dims, strict=False))
+    first = "query" if "query" in given else names[0]
+    batch = _batch_of(given[first], dims[first])
+
+    def folded(name: str, argument):
+        if name == "plan" or not isinstance(argument, Tensor):
+            return None if name == "plan" else argument
+        shown = _SHOWN.get(name, name)
+        if name in _BROADCAST:
+            return _fold_broadcast(shown, argument, dims[name], size, batch)
+        return _fold(shown, argument, dims[name], size)
+
+    return {name: folded(name, argument) for name, argument in given.items()}
+
+
+def rule(op):
+    """The rule of an operator that has no case of its own, in terms of `op` itself."""
+    names = argument_names(op)
+
+    def fold_and_call(info, in_dims, *arguments):
+        results = op(*_fold_arguments(names, arguments, in_dims, info.batch_size).values())
+        return tuple(_unfold(result, info.batch_size) for result in results), (0,) * len(results)
+
+    return fold_and_call
 
 
 def backward_rule(op):
     """The rule for flash_dmattn::attention_backward, in terms of `op` itself."""
+    names = argument_names(op)
 
-    def rule(info, in_dims, dout, dlse, query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, *rest):
-        plan, out, lse, row_stats, *options_and_needs = rest
-        size, batch = info.batch_size, _batch_of(query, in_dims[2])
-        *_, needs_dbias = needs = options_and_needs[-4:]
-        folded_bias = bias if bias is None else _leading(bias, in_dims[6], size)
-        bias_shape = folded_bias.shape if needs_dbias else None
+    def rule(info, in_dims, *arguments):
+        size = info.batch_size
+        given, dims = dict(zip(names, arguments, strict=True)), dict(zip(names, in_dims, strict=True))
+        needs = [given[f"needs_d{name}"] for name in ("query", "key", "value", "bias")]
+        needs_dbias, bias = needs[-1], given["bias"]
+        folded = _fold_arguments(names, arguments, in_dims, size)
         if needs_dbias:
             # Every mapped element has a bias gradient of its own, so that each needs a bias of its own.
-            folded_bias = _fold_bias_for_gradient(folded_bias, size, batch)
-        else:
-            folded_bias = _fold_broadcast("bias", bias, in_dims[6], size, batch)
-        gradients = op(
-            _fold("dout", dout, in_dims[0], size),
-            _fold("dlse", dlse, in_dims[1], size),
-            _fold("query", query, in_dims[2], size),
-            _fold("key", key, in_dims[3], size),
-            _fold("value", value, in_dims[4], size),
-            _fold_broadcast("mask", mask, in_dims[5], size, batch),
-            folded_bias,
-            _fold("seqlens_k", seqlens_k, in_dims[7], size),
-            _fold_broadcast("intervals.begin", interval_begin, in_dims[8], size, batch),
-            _fold_broadcast("intervals.end", interval_end, in_dims[9], size, batch),
-            None,
-            _fold("out", out, in_dims[11], size),
-            _fold("lse", lse, in_dims[12], size),
-            _fold("row_stats", row_stats, in_dims[13], size),
-            *options_and_needs,
-        )
-        *gradients, dbias = gradients
+            own_bias = _leading(bias, dims["bias"], size)
+            folded["bias"] = _fold_bias_for_gradient(own_bias, size, _batch_of(given["query"], dims["query"]))
+        *gradients, dbias = op(*folded.values())
         results = [
             _unfold(gradient, size) if needed else gradient
             for gradient, needed in zip(gradients, needs[:3], strict=True)
         ]
         if needs_dbias:
             dbias = _unfold(dbias, size)
-            if len(bias_shape) == 3 or bias_shape[1] == 1:  # one bias for the whole batch
+            if own_bias.dim() == 3 or own_bias.shape[1] == 1:  # one bias for the whole batch
                 dbias = dbias.sum(1, keepdim=True)
-            dbias = dbias.reshape(bias_shape).to(bias.dtype)
+            dbias = dbias.reshape(own_bias.shape).to(bias.dtype)
         return (*results, dbias), tuple(0 if needed else None for needed in needs)
-
-    return rule
-
-
-def select_rule(op):
-    """The rule for flash_dmattn::select_keys, in terms of `op` itself."""
-
-    def rule(info, in_dims, scores, window_size, seqlen_q, causal, key_mask, seqlens_k):
-        size, batch = info.batch_size, _batch_of(scores, in_dims[0])
-        begin, end = op(
-            _fold("scores", scores, in_dims[0], size),
-            window_size,
-            seqlen_q,
-            causal,
-            _fold_broadcast("key_mask", key_mask, in_dims[4], size, batch),
-            _fold("seqlens_k", seqlens_k, in_dims[5], size),
-        )
-        return (_unfold(begin, size), _unfold(end, size)), (0, 0)
 
     return rule
 
