@@ -1,4 +1,5 @@
-"""Small Doge models with random weights, and their eager attention with the library's choice among equal scores."""
+"""Small Doge models with random weights, their eager attention with the library's choice among equal scores, and
+comparisons of the two."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from transformers import DogeConfig, DogeForCausalLM
 from transformers.models.doge.modeling_doge import DogeAttention
 
 VOCABULARY = 400
+BATCH, LENGTH = 2, 50
 
 
 def tiny_doge(window: int = 16, dtype: torch.dtype = torch.float32, **settings: object) -> DogeForCausalLM:
@@ -74,3 +76,32 @@ def newest_best_mask(
 def distinct_tokens(batch: int, length: int) -> Tensor:
     """(batch, length), no token twice in a sequence."""
     return torch.stack([torch.randperm(VOCABULARY - 3)[:length] + 3 for _ in range(batch)])
+
+
+def padding(left: int = 0, right: int = 0, length: int = LENGTH) -> Tensor:
+    """(B, length), the second sequence is padded."""
+    mask = torch.ones(BATCH, length, dtype=torch.long)
+    mask[1, :left] = 0
+    mask[1, length - right :] = 0
+    return mask
+
+
+def assert_equal_logits(got: Tensor, expected: Tensor, real: Tensor | None = None) -> None:
+    if real is not None:
+        got, expected = got[real.bool()], expected[real.bool()]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        size = 1e-4 * max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(
+            got[name], gradient, rtol=1e-3, atol=size, msg=lambda text, name=name: f"{name}: {text}"
+        )
