@@ -14,7 +14,7 @@ class Executor {
   virtual int concurrency() const = 0;
 
   // Calls task(worker) once for every worker in [0, workers) and returns when all are done. Workers
-  // may run one after another: no task ever waits for another. Tasks do not throw.
+  // may run one after another: no task ever waits for another. The library's tasks never throw.
   virtual void run(int workers, const std::function<void(int worker)>& task) = 0;
 };
 

@@ -91,7 +91,7 @@ using RowFacts = float2;
 struct BackwardParams : AttentionParams {
   TokenView dout;
   const RowFacts* row_facts = nullptr;  // (B, H, Sq rounded up to whole tiles of row_tile rows)
-  const RowStats* row_stats = nullptr;  // (B, H, Sq) contiguous, read where lse is large; null: none is treated as that
+  const RowStats* row_stats = nullptr;  // (B, H, Sq) contiguous, read where lse is large; null: no row counts as large
   const std::int32_t* has_large_row = nullptr;  // not 0: any row of the call is one (large_rows.cuh)
   std::int32_t row_tile = 0;
   float* dquery_sums = nullptr;  // (B, H, row tiles, tile in the order of the kernel's registers); null: not wanted

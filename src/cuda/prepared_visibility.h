@@ -41,10 +41,12 @@ Status check_blocks(const AttentionProblem& problem);
 // Whether a plan is needed: the causal rule and lengths alone are arithmetic.
 bool is_planned(const AttentionProblem& problem);
 
-// What hides keys as it is given, but for a mask that differs by row, which only a plan has room for.
+// What hides keys, in the form in which it was given. A mask that differs by row is left out: its packed words are part
+// of a plan.
 Visibility visibility_of(const AttentionProblem& problem);
 
-// Visibility and plan in scratch memory, which is measured by the same code when the arena has no block.
+// Visibility and plan in scratch memory. The code that divides the memory also measures it: then the arena has no
+// block.
 struct PreparedVisibility {
   Visibility visibility;
   DevicePlan plan;

@@ -49,7 +49,8 @@ struct DecodeConfig {
 struct DecodeParams : ForwardParams {
   // All rows of a block see the same keys.
   bool uniform = false;
-  // `uniform`, and keys are hidden by their existence and a mask with the keys' entries side by side only.
+  // `uniform`, and nothing hides keys but their number and a mask whose bytes for neighbouring keys are neighbours,
+  // too, so that a lane reads several keys' bytes at once.
   bool by_bytes = false;
   std::int32_t row_tiles = 1;         // blocks that share the rows of a key head
   std::int32_t splits = 1;            // blocks that share the keys

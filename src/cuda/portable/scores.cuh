@@ -15,9 +15,9 @@ namespace flash_dmattn::internal::cuda {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// tanh of x / (2 log2(e)), four at a time: more would take registers that the kernels do not have, and the compiler is
-// kept from mixing them. One exp2 and one division are within 2^-22 of the true value (tanh.approx: 2^-11); near 0,
-// where that is a large part of it, Taylor's series is.
+// tanh of x / (2 log2(e)). Four at a time, which the volatile assembly keeps apart: interleaved with others they would
+// take registers that the kernels do not have. 1 - 2 / (2^x + 1) is within 2^-22 of the true value (tanh.approx within
+// 2^-11 only); near 0, where 2^-22 is a large part of tanh, Taylor's series is used.
 __device__ inline void tanh_of_scaled(float (&x)[4]) {
   constexpr float kSeriesEnds = 0.2f, kUnscale = 0.5f * kLn2;
   float exponential[4], inverse[4];

@@ -9,10 +9,10 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// A tile of a walk is its position in the chunk, with marks; less than 0: there is none.
-constexpr int kFullTile = 1 << 30;    // all of the block's rows see all keys
-constexpr int kDirectTile = 1 << 29;  // and the keys are neighbours without a bias: nothing must be known of them
-constexpr int kNoTile = -1;           // of which nothing must be known either
+// A tile of a walk: its position in the chunk, with these marks; less than 0: no tile.
+constexpr int kFullTile = 1 << 30;    // every row of the block sees every key of the tile
+constexpr int kDirectTile = 1 << 29;  // full, its keys are neighbours and have no bias: it is computed without KeyFacts
+constexpr int kNoTile = -1;           // all bits are set, that of kDirectTile, too: no KeyFacts are made for it
 __device__ inline bool is_full(int tile) { return (tile & kFullTile) != 0; }
 __device__ inline bool needs_facts(int tile) { return (tile & kDirectTile) == 0; }
 __device__ inline int position_of(int tile) { return tile & (kDirectTile - 1); }
@@ -29,7 +29,7 @@ template <int kTileKeys, int kWords>
 struct KeyFacts {
   std::int32_t key[kTileKeys];  // -1: no row of the block sees it; its place holds zeros
   std::uint32_t words[kWords][kTileKeys];
-  float bias[kTileKeys];  // in units of log2; only if the bias is the same for every row
+  float bias[kTileKeys];  // only if it is the same for every row
 };
 
 // The tiles of a chunk's list that some row of a block sees, and the facts of their keys, read ahead in three steps so
@@ -58,7 +58,7 @@ struct PlannedTiles {
   std::int32_t counts[kWarps];
   std::int32_t looked_at;     // tiles of the chunk up to the end of the batch
   std::uint32_t block_units;  // units of the chunk that hold the block's rows
-  bool knows_enough;          // of tiles that are neighbours and full
+  bool is_plain;              // the chunk's keys are neighbours and have no bias: a full tile needs no KeyFacts
   ChunkKeys chunk;
 
   // What comes in sizes that no background copy has, on its way.
@@ -92,7 +92,7 @@ struct PlannedTiles {
       } else if (!kRowBias) {
         key_bias = at(params.bias, Element());
       }
-      knows_enough = chunk.first >= 0 && !params.bias.defined();
+      is_plain = chunk.first >= 0 && !params.bias.defined();
       block_units = units_of_block<kRows>(first_row);
       queue[0] = kQueueEnd;
       looked_at = 0;
@@ -135,7 +135,7 @@ struct PlannedTiles {
       all += counts[warp];
     }
     if (seen) {
-      const int marks = sees_all ? kFullTile | (knows_enough ? kDirectTile : 0) : 0;
+      const int marks = sees_all ? kFullTile | (is_plain ? kDirectTile : 0) : 0;
       queue[before + __popc(ballot & ((1u << (thread % 32)) - 1))] = (first_tile + thread) | marks;
     }
     if (thread == 0) queue[all] = kQueueEnd, looked_at = first_tile + kBatch;

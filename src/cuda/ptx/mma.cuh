@@ -50,7 +50,8 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-// The same where it stands: between products, to be worked on while they are.
+// 2^x, at this place of the program: the compiler does not move it. Between products of the tensor cores it is computed
+// while they run.
 __device__ inline float exp2_in_order(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
