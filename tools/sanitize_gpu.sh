@@ -31,10 +31,10 @@ for tool in "${tools[@]}"; do
   # Only this library's kernels. The tests fill their inputs by copies, which initcheck knows of.
   flags=(--tool "$tool" --error-exitcode 1 --print-limit 20 "$only" kns=flash_dmattn)
   printf '=== %s\n' "$tool"
-  "$sanitizer" "${flags[@]}" "$build/tests/cuda/cuda_plan_test" --gtest_brief=1 \
+  "$sanitizer" "${flags[@]}" "$build/tests/cpp/cuda/cuda_plan_test" --gtest_brief=1 \
     --gtest_filter='PackMask.*:MakePlan.SmallProblems:MakePlan.NothingToPlan'
-  "$sanitizer" "${flags[@]}" "$build/tests/cuda/cuda_selection_test" --gtest_brief=1 \
+  "$sanitizer" "${flags[@]}" "$build/tests/cpp/cuda/cuda_selection_test" --gtest_brief=1 \
     --gtest_filter='SelectionCuda.EveryPathOnce:SelectionCuda.NothingToSelectFrom'
-  "$sanitizer" "${flags[@]}" "${PY:-python3}" -m pytest tests/gpu/test_every_kernel.py -q -p no:cacheprovider \
+  "$sanitizer" "${flags[@]}" "${PY:-python3}" -m pytest tests/python/gpu/test_every_kernel.py -q -p no:cacheprovider \
     --timeout 1200 -k "bfloat16 or masks"
 done
