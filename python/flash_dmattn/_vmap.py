@@ -61,16 +61,16 @@ _SHOWN = {"interval_begin": "intervals.begin", "interval_end": "intervals.end"}
 _BROADCAST = {"mask", "bias", "interval_begin", "interval_end", "key_mask"}
 
 
-def _fold_arguments(names: tuple[str, ...], arguments: tuple, in_dims: tuple, size: int) -> dict:
-    """The operator's arguments by name, for a folded batch. The first of them, or query, has the batch."""
-    given = dict(zip(names, arguments, strict=False))  # trailing ones may be left to their defaults
-    dims = dict(zip(names, in_dims, strict=False))
-    first = "query" if "query" in given else names[0]
+def _fold_arguments(given: dict, dims: dict, size: int) -> dict:
+    """An operator's arguments by name, in its order, for a folded batch: that of query, or of scores."""
+    first = "query" if "query" in given else "scores"
     batch = _batch_of(given[first], dims[first])
 
     def folded(name: str, argument):
-        if name == "plan" or not isinstance(argument, Tensor):
-            return None if name == "plan" else argument
+        if name == "plan":
+            return None
+        if not isinstance(argument, Tensor):
+            return argument
         shown = _SHOWN.get(name, name)
         if name in _BROADCAST:
             return _fold_broadcast(shown, argument, dims[name], size, batch)
@@ -84,7 +84,9 @@ def rule(op):
     names = argument_names(op)
 
     def fold_and_call(info, in_dims, *arguments):
-        results = op(*_fold_arguments(names, arguments, in_dims, info.batch_size).values())
+        # Trailing arguments may be left to their defaults.
+        given, dims = (dict(zip(names, values, strict=False)) for values in (arguments, in_dims))
+        results = op(*_fold_arguments(given, dims, info.batch_size).values())
         return tuple(_unfold(result, info.batch_size) for result in results), (0,) * len(results)
 
     return fold_and_call
@@ -96,10 +98,11 @@ def backward_rule(op):
 
     def rule(info, in_dims, *arguments):
         size = info.batch_size
-        given, dims = dict(zip(names, arguments, strict=True)), dict(zip(names, in_dims, strict=True))
+        given, dims = (dict(zip(names, values, strict=True)) for values in (arguments, in_dims))
         needs = [given[f"needs_d{name}"] for name in ("query", "key", "value", "bias")]
         needs_dbias, bias = needs[-1], given["bias"]
-        folded = _fold_arguments(names, arguments, in_dims, size)
+        # A bias whose gradient is asked for is folded below, and only there: folding may copy it.
+        folded = _fold_arguments(given | {"bias": None} if needs_dbias else given, dims, size)
         if needs_dbias:
             # Every mapped element has a bias gradient of its own, so that each needs a bias of its own.
             own_bias = _leading(bias, dims["bias"], size)
