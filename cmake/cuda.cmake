@@ -5,6 +5,8 @@
 #   CMAKE_CUDA_ARCHITECTURES         as in any CMake project; default: machine code for the GPUs found here, or for
 #                                    compute capability 9.0 if there is none, and PTX of 8.0 for all others
 #   CMAKE_CUDA_COMPILER_LAUNCHER     ccache, for example
+#   FLASH_DMATTN_HEAD_DIMS           the head dims that attention is compiled for, in increasing order; a head in between is
+#                                    computed by the next larger one. One alone builds in a minute
 #   FLASH_DMATTN_FORBID_SPILLS       ON: a kernel that keeps registers in memory does not compile
 
 set(least_cuda 12.0)  # whose compiler knows C++20
@@ -60,6 +62,12 @@ else()
   return()
 endif()
 
+set(FLASH_DMATTN_HEAD_DIMS 32 64 96 128 192 256 CACHE STRING "Head dims to compile CUDA kernels for")
+list(JOIN FLASH_DMATTN_HEAD_DIMS ", " head_dims)
+file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/head_dim_buckets.h @ONLY CONTENT
+     "// FLASH_DMATTN_HEAD_DIMS, for src/cuda/attention/head_dims.h.\n#define FLASH_DMATTN_HEAD_DIMS @head_dims@\n")
+include_directories(${PROJECT_BINARY_DIR}/generated)
+
 option(FLASH_DMATTN_FORBID_SPILLS "Refuse kernels that keep registers in memory" OFF)
 
 function(flash_dmattn_use_cuda target)
@@ -89,30 +97,38 @@ endfunction()
 
 # Attention: one file, compiled once for every launcher, element type and bucket of head dims. Large buckets take
 # longest: they come first, so that the build does not end on one of them.
-foreach(head_dim IN ITEMS 256 192 128 96 64 32)
+set(largest_first ${FLASH_DMATTN_HEAD_DIMS})
+list(REVERSE largest_first)
+foreach(head_dim IN LISTS largest_first)
   foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
     foreach(direction IN ITEMS backward:BackwardParams query_backward:BackwardParams forward:ForwardParams)
       string(REGEX MATCH "(.+):(.+)" _ ${direction})
       set(launcher ${CMAKE_MATCH_1})
       set(params ${CMAKE_MATCH_2})
       string(REGEX MATCH "(.+):(.+)" _ ${element})
-      add_cuda_kernels(cuda_${launcher}_${CMAKE_MATCH_1}_${head_dim} src/cuda/portable/instance.cu
+      add_cuda_kernels(cuda_${launcher}_${CMAKE_MATCH_1}_${head_dim} src/cuda/sm80/instance.cu
                        FLASH_DMATTN_LAUNCHER=launch_${launcher} FLASH_DMATTN_PARAMS=${params}
                        FLASH_DMATTN_ELEMENT=${CMAKE_MATCH_2} FLASH_DMATTN_HEAD_DIM=${head_dim})
     endforeach()
   endforeach()
 endforeach()
-foreach(source IN ITEMS decode/decode_bfloat16 decode/decode_float16 plan/device_mask_intervals
-                        plan/make_plan plan/pack_mask portable/gradient_passes selection/device_selection)
+foreach(source IN ITEMS attention/gradient_passes decode/decode_bfloat16 decode/decode_float16
+                        plan/device_mask_intervals plan/make_plan plan/pack_mask selection/device_selection
+                        sm80/query_gradients)
   get_filename_component(name ${source} NAME)
   add_cuda_kernels(cuda_${name} src/cuda/${source}.cu)
 endforeach()
 set(cuda_sources
+    src/cuda/attention/backward_scratch.cpp
+    src/cuda/attention/call.cpp
     src/cuda/backend.cpp
     src/cuda/decode/decode.cpp
+    src/cuda/decode/family.cpp
     src/cuda/device_kernels.cpp
-    src/cuda/prepared_visibility.cpp
-    src/cuda/reports.cpp)
+    src/cuda/kernel_family.cpp
+    src/cuda/plan/prepared_visibility.cpp
+    src/cuda/reports.cpp
+    src/cuda/sm80/family.cpp)
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 set_source_files_properties(src/cuda/device_kernels.cpp PROPERTIES COMPILE_DEFINITIONS
                             "FLASH_DMATTN_CUDA_ARCHITECTURES=\"${architectures}\"")

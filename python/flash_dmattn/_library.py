@@ -52,7 +52,7 @@ def cuda_info() -> CudaInfo:
 
 
 def cuda_kernels(device: int) -> str:
-    """The kernels that run on torch's CUDA device of this index: "portable", or "none"."""
+    """The kernels that run on torch's CUDA device of this index: "sm80", or "none"."""
     return _text(torch.ops.flash_dmattn.cuda_kernels(*torch.cuda.get_device_capability(device)))
 
 

@@ -8,10 +8,13 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
+#include <mutex>
 #include <sstream>
 #include <string>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
+#include "cuda/kernel_family.h"
 #include "flash_dmattn/info.h"
 
 namespace flash_dmattn {
@@ -45,7 +48,7 @@ std::string cuda_kernels(int major, int minor) {
   const int capability = 10 * major + minor;
   if (capability < kLeastCapability) return "none";
   for (const std::string& architecture : cuda_info().architectures) {
-    if (runs(architecture, capability)) return "portable";
+    if (runs(architecture, capability)) return internal::cuda::kSm80Family.name;
   }
   return "none";
 }
@@ -53,9 +56,26 @@ std::string cuda_kernels(int major, int minor) {
 namespace internal::cuda {
 namespace {
 
-// Those of the first devices that are known to run what was compiled: asking the runtime costs more.
+// What is known of the first devices is kept: asking the runtime costs more.
 constexpr std::size_t kRemembered = 64;
 std::array<std::atomic<bool>, kRemembered> known_to_run;
+
+// Bytes of shared memory that a block may have. CUDA C++ Programming Guide, "Technical Specifications per Compute
+// Capability".
+std::size_t shared_bytes_of(int capability) {
+  switch (capability) {
+    case 80:
+    case 87:
+      return 163 * 1024;
+    case 90:
+    case 100:
+    case 103:
+    case 110:
+      return kWideSharedBytes;
+    default:
+      return kLeastSharedBytes;
+  }
+}
 
 Status judge(int device, bool* runs) {
   int major = 0, minor = 0;
@@ -71,49 +91,53 @@ Status judge(int device, bool* runs) {
                              std::to_string(minor));
 }
 
-// What FLASH_DMATTN_ARCH allows: "portable", these kernels as the GPU runs them best, which is the default, or the
-// compute capability of another GPU, "sm_86".
-std::size_t allowed_shared_bytes() {
+// The most of a GPU that FLASH_DMATTN_ARCH lets be used. "sm_86": what a GPU of that compute capability has. "sm80", or
+// "portable" as it was called before: the kernels of that family, with all the memory that there is.
+struct Most {
+  int capability = std::numeric_limits<int>::max();
+  std::size_t shared_limit = std::numeric_limits<std::size_t>::max();
+};
+
+Most most_by_environment() {
   const char* name = std::getenv("FLASH_DMATTN_ARCH");
-  if (name == nullptr || std::string(name) == "portable") return kWideSharedBytes;
+  if (name == nullptr) return {};
+  const std::string arch = name;
+  if (arch == "portable" || arch == kSm80Family.name) return {.capability = 80};
   int capability = 0, end = 0;
   if (std::sscanf(name, "sm_%d%n", &capability, &end) != 1 || name[end] != '\0' || capability < kLeastCapability) {
     std::fprintf(stderr, "flash_dmattn: FLASH_DMATTN_ARCH=%s names no kernels of this build; it is ignored\n", name);
-    return kWideSharedBytes;
+    return {};
   }
-  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-  switch (capability) {
-    case 80:
-    case 87:
-      return 163 * 1024;
-    case 90:
-    case 100:
-    case 103:
-    case 110:
-      return kWideSharedBytes;
-    default:
-      return kLeastSharedBytes;
-  }
+  return {.capability = capability, .shared_limit = shared_bytes_of(capability)};
 }
 
-std::array<std::atomic<std::size_t>, kRemembered> known_limits;
+Gpu ask_runtime(int device) {
+  Gpu gpu;
+  const auto ask = [device](cudaDeviceAttr attribute, int otherwise) {
+    int value = 0;
+    return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : otherwise;
+  };
+  gpu.capability = 10 * ask(cudaDevAttrComputeCapabilityMajor, 8) + ask(cudaDevAttrComputeCapabilityMinor, 0);
+  gpu.shared_limit =
+      static_cast<std::size_t>(ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(kLeastSharedBytes)));
+  gpu.processors = ask(cudaDevAttrMultiProcessorCount, 1);
+  static const Most most = most_by_environment();
+  gpu.capability = std::min(gpu.capability, most.capability);
+  gpu.shared_limit = std::min(gpu.shared_limit, most.shared_limit);
+  return gpu;
+}
 
 }  // namespace
 
-std::size_t shared_limit() {
-  static const std::size_t allowed = allowed_shared_bytes();
-  int device = 0, bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return kLeastSharedBytes;
+Gpu current_gpu() {
+  static std::array<std::once_flag, kRemembered> asked;
+  static std::array<Gpu, kRemembered> known;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return {};
   const auto index = static_cast<std::size_t>(device);
-  if (index < kRemembered) {
-    if (const std::size_t known = known_limits[index].load(std::memory_order_relaxed); known != 0) return known;
-  }
-  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
-    return kLeastSharedBytes;
-  }
-  const std::size_t limit = std::min(allowed, static_cast<std::size_t>(bytes));
-  if (index < kRemembered) known_limits[index].store(limit, std::memory_order_relaxed);
-  return limit;
+  if (index >= kRemembered) return ask_runtime(device);
+  std::call_once(asked[index], [&] { known[index] = ask_runtime(device); });
+  return known[index];
 }
 
 Status check_current_device() {

@@ -7,13 +7,28 @@
 
 #include "cuda/backend.h"
 #include "cuda/device_kernels.h"
+#include "cuda/kernel_family.h"
 #include "cuda/plan/device_mask_intervals.h"
 #include "cuda/plan/make_plan.h"
-#include "cuda/prepared_visibility.h"
+#include "cuda/plan/prepared_visibility.h"
 #include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
+
+// A plan, also where a call would do without, and what it counts to.
+struct ReportScratch {
+  PreparedVisibility prepared;
+  std::size_t plan_bytes = 0;
+  PlanCounts* counts = nullptr;
+
+  void arrange(const AttentionProblem& problem, Arena* arena) {
+    prepared.arrange_plan(problem, arena);
+    prepared.arrange_staging(problem, arena);
+    plan_bytes = arena->used();
+    counts = arena->take<PlanCounts>(1);
+  }
+};
 
 // Device counts are summed over query heads and batch elements, the report's plans are those that exist.
 void fill_report(const AttentionProblem& problem, const PreparedVisibility& prepared, const PlanCounts& counts,
@@ -33,7 +48,7 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
                       .plans = plans,
                       .plans_listed = counts.list_chunks / users,
                       .plans_bitmap = by_row ? plans : 0};
-  report->backend = "cuda/portable";
+  report->backend = std::string("cuda/") + family_of(problem, current_gpu(), Pass::kForward).name;
   report->rule = is_planned(problem) ? "a chunk of rows lists its keys unless nearly all neighbours are seen"
                                      : "the causal rule and lengths alone: tiles by arithmetic, no plan";
   report->chunk_rows = kChunkRows;
@@ -47,9 +62,7 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
 Status plan_report_workspace(const AttentionProblem& problem, std::size_t* bytes) {
   if (Status status = check_problem(problem); !status.ok()) return status;
   Arena arena(nullptr);
-  PreparedVisibility prepared;
-  prepared.make(problem, &arena, false, nullptr, nullptr);
-  arena.take<PlanCounts>(1);
+  ReportScratch().arrange(problem, &arena);
   *bytes = arena.used();
   return {};
 }
@@ -58,16 +71,17 @@ Status plan_report(const AttentionProblem& problem, void* workspace, void* strea
   auto* stream = static_cast<cudaStream_t>(stream_handle);
   Launches launches;
   Arena arena(workspace);
-  PreparedVisibility prepared;
-  prepared.make(problem, &arena, true, &launches, stream);
-  report->scratch_bytes = is_planned(problem) ? arena.used() : 0;
-  auto* device_counts = arena.take<PlanCounts>(1);
+  ReportScratch scratch;
+  scratch.arrange(problem, &arena);
+  PreparedVisibility& prepared = scratch.prepared;
+  prepared.write(problem, &launches, stream);
+  report->scratch_bytes = is_planned(problem) ? scratch.plan_bytes : 0;
   PlanCounts counts = {};
   launches
       .then([&] {
-        return count_plan(prepared.visibility, prepared.plan, problem.batch, problem.heads, device_counts, stream);
+        return count_plan(prepared.visibility, prepared.plan, problem.batch, problem.heads, scratch.counts, stream);
       })
-      .then([&] { return cudaMemcpyAsync(&counts, device_counts, sizeof counts, cudaMemcpyDeviceToHost, stream); })
+      .then([&] { return cudaMemcpyAsync(&counts, scratch.counts, sizeof counts, cudaMemcpyDeviceToHost, stream); })
       .then([&] { return cudaStreamSynchronize(stream); });
   fill_report(problem, prepared, counts, report);
   return launches.status();

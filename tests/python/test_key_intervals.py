@@ -14,6 +14,8 @@ from flash_dmattn import KeyIntervals, select_keys
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+pytestmark = pytest.mark.devices("cpu", "cuda")
+
 
 def position_mask(rows: int, keys: int, existing: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Every row's position, every key's, and which keys exist."""

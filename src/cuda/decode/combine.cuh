@@ -3,8 +3,9 @@
 
 #include <cstdint>
 
+#include "cuda/attention/softmax.cuh"
 #include "cuda/decode/config.h"
-#include "cuda/portable/softmax.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

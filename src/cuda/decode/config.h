@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/attention/head_dims.h"
 #include "cuda/decode/config.h"
-#include "cuda/portable/buckets.h"
 #include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {

@@ -6,13 +6,14 @@
 // together at the end, those of the splits by a second kernel.
 #pragma once
 
+#include "cuda/attention/scores.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/attention/warp_gemm.cuh"
 #include "cuda/decode/combine.cuh"
 #include "cuda/decode/config.h"
 #include "cuda/decode/key_list.cuh"
-#include "cuda/portable/scores.cuh"
-#include "cuda/portable/softmax.cuh"
-#include "cuda/portable/tokens.cuh"
-#include "cuda/ptx/block_product.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

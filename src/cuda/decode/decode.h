@@ -7,7 +7,7 @@
 #include <cstddef>
 
 #include "api/problem.h"
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -1,4 +1,5 @@
 #include "cuda/plan/pack_mask.h"
+#include "cuda/ptx/arithmetic.cuh"
 
 #include "plan/arena.h"
 
@@ -71,12 +72,9 @@ __device__ inline std::uint32_t load_bytes(const std::uint8_t* entries, std::int
   return loaded[0] | loaded[1] << 8 | loaded[2] << 16 | loaded[3] << 24;
 }
 
-// `entries` one row on. The compiler is kept from seeing through it: it would hold every multiple of the stride in a
-// register.
+// `entries` one row on. Recomputed, or the compiler would hold every multiple of the stride in a register.
 __device__ inline const std::uint8_t* next_row(const std::uint8_t* entries, std::int64_t row_stride) {
-  entries += row_stride;
-  asm volatile("" : "+l"(entries));
-  return entries;
+  return recomputed(entries + row_stride);
 }
 
 // words[w][k]: rows 32 * w ... of the lane's key k. `entries`: the lane's first key in the warp's first row, of which

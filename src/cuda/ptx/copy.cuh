@@ -9,13 +9,6 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The same value, of which the compiler knows nothing: what depends on it is computed where it is used, instead of
-// being kept in registers over a whole loop.
-__device__ inline int recomputed(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // 16 bytes from global to shared memory in the background, past L1; zeros if not `valid` (nothing is read then).
 __device__ inline void copy_async_16(std::uint32_t shared, const void* global, bool valid) {
   const int bytes = valid ? 16 : 0;
@@ -51,6 +44,20 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&fragment)[4], st
 __device__ inline void store_shared(std::uint32_t shared, std::uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
+
+__device__ inline std::uint32_t load_shared(std::uint32_t shared) {
+  std::uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
+  return value;
+}
+__device__ inline void load_shared_16(std::uint32_t (&words)[4], std::uint32_t shared) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ inline void prefetch_to_l1(const void* global) { asm volatile("prefetch.global.L1 [%0];" ::"l"(global)); }
 
 // Adds four neighbouring floats, aligned to 16 bytes.
 __device__ inline void add_to_global(float* sum, float a, float b, float c, float d) {

@@ -31,31 +31,4 @@ __device__ inline void multiply(float (&sum)[4], const std::uint32_t (&a)[4], st
   }
 }
 
-// Two floats rounded to the nearest, `low` in the low half.
-template <typename Element>
-__device__ inline std::uint32_t pack(float low, float high) {
-  std::uint32_t packed;
-  if constexpr (__is_same(Element, __nv_bfloat16)) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
-// 2^x
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 2^x, at this place of the program: the compiler does not move it. Between products of the tensor cores it is computed
-// while they run.
-__device__ inline float exp2_in_order(float x) {
-  float y;
-  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace flash_dmattn::internal::cuda

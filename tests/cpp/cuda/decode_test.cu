@@ -1,6 +1,6 @@
 // Decoding on the device against attention in double precision, one query row at a time.
+#include "cuda/attention/score_rule.h"
 #include "cuda/decode/decode.h"
-#include "cuda/score_rule.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

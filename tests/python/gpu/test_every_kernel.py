@@ -86,4 +86,4 @@ def test_narrow_tiles() -> None:
         [sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-4000:]
-    assert "cuda/portable, narrow tiles" in result.stderr
+    assert "cuda/sm80, narrow tiles" in result.stderr

@@ -101,7 +101,7 @@ def test_reports_wait_for_their_stream() -> None:
         prepared = prepare_mask(mask)
         report = plan_report((1, 400, 2, 64), (1, 500, 1, 64), mask=mask, dtype=torch.bfloat16)
     assert prepared.kind == "intervals" and torch.equal(prepared.dense_mask(), dense)
-    assert report.kept_scores == 2 * int(dense.sum()) and report.backend == "cuda/portable"
+    assert report.kept_scores == 2 * int(dense.sum()) and report.backend == "cuda/sm80"
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -200,11 +200,11 @@ def test_tensors_on_different_devices_are_refused() -> None:
 
 def test_which_gpus_have_kernels() -> None:
     assert bytes(torch.ops.flash_dmattn.cuda_kernels(7, 5)) == b"none"
-    assert flash_dmattn._library.cuda_kernels(torch.cuda.current_device()) == "portable"
+    assert flash_dmattn._library.cuda_kernels(torch.cuda.current_device()) == "sm80"
     architectures = flash_dmattn._library.cuda_info().architectures
     if any(not name.endswith("-real") for name in architectures):
         major, _ = torch.cuda.get_device_capability()
-        assert bytes(torch.ops.flash_dmattn.cuda_kernels(major + 5, 0)) == b"portable"  # by PTX
+        assert bytes(torch.ops.flash_dmattn.cuda_kernels(major + 5, 0)) == b"sm80"  # by PTX
 
 
 def test_info_names_gpus_and_kernels() -> None:
@@ -213,7 +213,7 @@ def test_info_names_gpus_and_kernels() -> None:
     assert "cuda" in facts["backends"] and facts["cuda"]["architectures"]
     gpus = facts["cuda"]["gpus"]
     assert len(gpus) == torch.cuda.device_count()
-    assert gpus[0]["name"] == torch.cuda.get_device_name(0) and gpus[0]["kernels"] == "portable"
+    assert gpus[0]["name"] == torch.cuda.get_device_name(0) and gpus[0]["kernels"] == "sm80"
 
 
 # ---- Several GPUs

@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
-#include "cuda/portable/row_walk.cuh"
-#include "cuda/portable/tokens.cuh"
-#include "cuda/ptx/mma.cuh"
+#include "cuda/attention/params.h"
+#include "cuda/attention/row_walk.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -1,6 +1,6 @@
 // One of the attention launchers, for one element type and bucket of head dims: cmake/cuda.cmake compiles this file
 // once for each.
-#include "cuda/portable/launch_attention.cuh"
+#include "cuda/sm80/launch_attention.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

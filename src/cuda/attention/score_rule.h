@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -42,7 +42,7 @@ constexpr float kLargeScore = 1024;
 // (softmax.cuh).
 constexpr float kHugeScore = 0x1p14f;
 
-// The last `count` blocks of a launch, in the order in which they start (portable/block_order.cuh).
+// The last `count` blocks of a launch, in the order in which they start (attention/block_order.cuh).
 constexpr int kMostOrderedBlocks = 1024;
 struct BlockOrder {
   std::int32_t* blocks = nullptr;  // scratch of kMostOrderedBlocks; null: they start as they are numbered

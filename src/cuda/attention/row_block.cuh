@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
+#include "cuda/attention/tokens.cuh"
 #include "cuda/plan/visibility.cuh"
-#include "cuda/portable/tokens.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

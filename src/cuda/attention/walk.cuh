@@ -3,9 +3,10 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
+#include "cuda/attention/scores.cuh"
 #include "cuda/plan/visibility.cuh"
-#include "cuda/portable/scores.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

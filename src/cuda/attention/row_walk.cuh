@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/key_block.cuh"
+#include "cuda/attention/params.h"
 #include "cuda/plan/device_plan.h"
 #include "cuda/plan/visibility.cuh"
-#include "cuda/portable/key_block.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

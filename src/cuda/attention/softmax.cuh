@@ -6,8 +6,8 @@
 // of any size, and is subtracted as well (shift_huge_row).
 #pragma once
 
-#include "cuda/portable/scores.cuh"
-#include "cuda/ptx/mma.cuh"
+#include "cuda/attention/scores.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

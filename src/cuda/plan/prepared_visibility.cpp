@@ -1,4 +1,4 @@
-#include "cuda/prepared_visibility.h"
+#include "cuda/plan/prepared_visibility.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 
+#include "cuda/attention/head_dims.h"
 #include "cuda/device_kernels.h"
 #include "cuda/plan/pack_mask.h"
 
@@ -52,33 +53,31 @@ Status check_problem(const AttentionProblem& problem) {
     return Status::invalid("query", "must be float16 or bfloat16 on CUDA",
                            std::string("query ") + name_of(problem.dtype));
   }
+  if (bucket_of(problem.head_dim) == 0) {
+    return Status::invalid("head_dim",
+                           "must be at most " + std::to_string(kHeadDimBuckets.back()) + " in this build on CUDA",
+                           "D " + std::to_string(problem.head_dim));
+  }
   return check_blocks(problem);
 }
 
 bool is_planned(const AttentionProblem& problem) { return problem.mask.defined() || problem.interval_begin.defined(); }
 
-void PreparedVisibility::prepare(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches,
-                                 cudaStream_t stream) {
+void PreparedVisibility::arrange(const AttentionProblem& problem, Arena* arena) {
   planned = is_planned(problem);
   given = planned && problem.plan != nullptr && problem.keys > 0;
   if (given) {
     Arena memory(const_cast<void*>(problem.plan));  // read only
-    place(problem, &memory);
+    arrange_plan(problem, &memory);
   } else if (planned) {
-    make(problem, arena, launch, launches, stream);
+    arrange_plan(problem, arena);
+    arrange_staging(problem, arena);
   } else {
     visibility = visibility_of(problem);
   }
 }
 
-void PreparedVisibility::make(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches,
-                              cudaStream_t stream) {
-  place(problem, arena);
-  void* staging = arena->take<std::byte>(staging_size(problem));
-  if (launch) write(problem, staging, launches, stream);
-}
-
-void PreparedVisibility::place(const AttentionProblem& problem, Arena* arena) {
+void PreparedVisibility::arrange_plan(const AttentionProblem& problem, Arena* arena) {
   visibility = visibility_of(problem);
   if (needs_packing(problem)) {
     packed_memory_ = arena->take<std::byte>(packed_mask_bytes(problem.mask, problem.rows, problem.keys));
@@ -88,18 +87,22 @@ void PreparedVisibility::place(const AttentionProblem& problem, Arena* arena) {
     if (packed_memory_ == nullptr) visibility.packed.words = &kNoWords;
   }
   shape_ = plan_shape(visibility, problem.batch, problem.heads, list_limit(problem));
-  plan_memory_ = arena->take<std::byte>(plan_bytes(shape_, problem.batch) - staging_size(problem));
+  plan_memory_ = arena->take<std::byte>(plan_bytes(shape_, problem.batch) - staging_bytes(shape_, problem.batch));
   plan = plan_at(shape_, problem.batch, plan_memory_);
 }
 
-void PreparedVisibility::write(const AttentionProblem& problem, void* staging, Launches* launches,
-                               cudaStream_t stream) {
+void PreparedVisibility::arrange_staging(const AttentionProblem& problem, Arena* arena) {
+  staging_ = arena->take<std::byte>(staging_bytes(shape_, problem.batch));
+}
+
+void PreparedVisibility::write(const AttentionProblem& problem, Launches* launches, cudaStream_t stream) {
+  if (given || plan_memory_ == nullptr) return;  // written before, or nothing to plan
   if (needs_packing(problem)) {
     launches->then([&] {
       return pack_mask(problem.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
   }
-  launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, &plan, stream, staging); });
+  launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, &plan, stream, staging_); });
 }
 
 }  // namespace flash_dmattn::internal::cuda

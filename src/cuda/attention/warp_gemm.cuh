@@ -3,8 +3,9 @@
 
 #include <cstdint>
 
+#include "cuda/attention/shared_tile.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/ptx/shared_tile.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

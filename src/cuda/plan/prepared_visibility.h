@@ -45,30 +45,29 @@ bool is_planned(const AttentionProblem& problem);
 // of a plan.
 Visibility visibility_of(const AttentionProblem& problem);
 
-// Visibility and plan in scratch memory. The code that divides the memory also measures it: then the arena has no
-// block.
-struct PreparedVisibility {
+// Visibility and plan of a call. First the memory is arranged, by the same code whether the arena has some or only
+// measures; then what lies there is written.
+class PreparedVisibility {
+ public:
   Visibility visibility;
   DevicePlan plan;
   bool planned = false;
   bool given = false;  // made before the call
 
-  // What the call needs. A plan that the problem brings along stays where it is, and nothing is launched.
-  void prepare(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream);
-  // The plan, also of a problem that is computed without one.
-  void make(const AttentionProblem& problem, Arena* arena, bool launch, Launches* launches, cudaStream_t stream);
+  // What the call needs. A plan that the problem brings along stays where it is, and nothing is left to write.
+  void arrange(const AttentionProblem& problem, Arena* arena);
+  // All that is read of a plan, also of a problem that is computed without one: packed words and units, chunks, keys,
+  // units and full units of tiles, tiles of units, one array after another. Where they lie follows from shapes and
+  // strides (python/flash_dmattn/_library.py counts their bytes, too).
+  void arrange_plan(const AttentionProblem& problem, Arena* arena);
+  // What is read only while the plan is written.
+  void arrange_staging(const AttentionProblem& problem, Arena* arena);
 
-  // The two parts of `make`. What is placed is all that is read later: packed words and units, chunks, keys, units and
-  // full units of tiles, tiles of units, one array after another. Where they lie follows from shapes and strides
-  // (python/flash_dmattn/_library.py counts their bytes, too).
-  void place(const AttentionProblem& problem, Arena* arena);
-  // `staging` holds staging_size bytes, aligned to 64.
-  void write(const AttentionProblem& problem, void* staging, Launches* launches, cudaStream_t stream);
-  std::size_t staging_size(const AttentionProblem& problem) const { return staging_bytes(shape_, problem.batch); }
+  void write(const AttentionProblem& problem, Launches* launches, cudaStream_t stream);
 
  private:
   PlanShape shape_;
-  void *packed_memory_ = nullptr, *plan_memory_ = nullptr;
+  void *packed_memory_ = nullptr, *plan_memory_ = nullptr, *staging_ = nullptr;
 };
 
 }  // namespace flash_dmattn::internal::cuda

@@ -1,15 +1,14 @@
-// What surrounds the backward kernel: facts of rows before it, and after it the rounding of fp32 sums into gradients.
+#include "cuda/attention/gradient_passes.h"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 
-#include "cuda/portable/backward_config.h"
-#include "cuda/portable/buckets.h"
-#include "cuda/portable/large_rows.cuh"
-#include "cuda/portable/launch.h"
-#include "cuda/portable/tokens.cuh"
-#include "cuda/ptx/mma.cuh"
+#include "cuda/attention/head_dims.h"
+#include "cuda/attention/large_rows.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -193,59 +192,6 @@ __global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
   round(sums.dvalue_sums, sums.dvalue);
 }
 
-// One block a tile of rows, in the order in which backward_kernel's threads left their registers; through shared
-// memory, so that whole rows are written.
-template <typename Element, int kHeadDim, bool kNarrow>
-__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
-    query_gradient_kernel(const __grid_constant__ BackwardProblem problem, const float* sums) {
-  using Config = BackwardConfig<kHeadDim, kNarrow>;
-  using Tile = SharedTile<kHeadDim>;
-  constexpr int kQueryRows = Config::kRows / Config::kQueryRowWarps;
-  constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
-  __shared__ __align__(1024) unsigned char shared[Config::kRowBytes];
-  const Tile tile{shared_address(shared)};
-  const int row_tiles = static_cast<int>((problem.rows + Config::kRows - 1) / Config::kRows);
-  const int first_row = static_cast<int>(blockIdx.x) % row_tiles * Config::kRows;
-  const std::int64_t pair = blockIdx.x / static_cast<unsigned>(row_tiles);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int lane_row = warp % Config::kQueryRowWarps * kQueryRows + lane / 4;
-  const int first_piece = warp / Config::kQueryRowWarps * kQueryDims / 8;
-  const auto* source =
-      reinterpret_cast<const float4*>(sums + static_cast<std::int64_t>(blockIdx.x) * Config::kRows * kHeadDim);
-  const float scale = static_cast<float>(problem.scale);
-#pragma unroll
-  for (int m = 0; m < kQueryRows / 16; ++m)
-#pragma unroll
-    for (int n = 0; n < kQueryDims / 8; ++n) {
-      const float4 part = __ldcs(source + (m * (kQueryDims / 8) + n) * Config::kThreads + threadIdx.x);
-      const int row = lane_row + m * 16;
-      store_shared(tile.piece(row, first_piece + n) + 4 * (lane % 4), pack<Element>(part.x * scale, part.y * scale));
-      store_shared(tile.piece(row + 8, first_piece + n) + 4 * (lane % 4),
-                   pack<Element>(part.z * scale, part.w * scale));
-    }
-  __syncthreads();
-  auto* target = static_cast<std::uint16_t*>(problem.dquery.data) + pair / problem.heads * problem.dquery.batch_stride +
-                 pair % problem.heads * problem.dquery.head_stride;
-  const int head_dim = static_cast<int>(problem.head_dim);
-  const bool aligned = head_dim % 8 == 0 && reinterpret_cast<std::uintptr_t>(problem.dquery.data) % 16 == 0;
-  for (int index = static_cast<int>(threadIdx.x); index < Config::kRows * Tile::kPieces; index += Config::kThreads) {
-    const int row = index / Tile::kPieces, piece = index % Tile::kPieces;
-    if (first_row + row >= problem.rows) continue;
-    std::uint32_t words[4];
-    load_shared_16(words, tile.piece(row, piece));
-    store_piece(target + (first_row + row) * problem.dquery.token_stride, piece, words, head_dim, aligned);
-  }
-}
-
-template <typename Element, int kHeadDim, bool kNarrow>
-cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
-  using Config = BackwardConfig<kHeadDim, kNarrow>;
-  const std::int64_t tiles = (problem.rows + Config::kRows - 1) / Config::kRows * problem.heads * problem.batch;
-  query_gradient_kernel<Element, kHeadDim, kNarrow>
-      <<<static_cast<unsigned>(tiles), Config::kThreads, 0, stream>>>(problem, sums);
-  return cudaGetLastError();
-}
-
 template <typename Element>
 __global__ void round_kernel(const float* sums, std::int64_t count, Element* result) {
   for (std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < count;
@@ -278,17 +224,6 @@ __global__ void shared_bias_kernel(const __grid_constant__ BackwardProblem probl
 
 }  // namespace
 
-template <int kHeadDim, bool kNarrow>
-constexpr BackwardTiles tiles_of() {
-  return {BackwardConfig<kHeadDim, kNarrow>::kRows, BackwardConfig<kHeadDim, kNarrow>::kKeys};
-}
-
-BackwardTiles backward_tiles(int head_dim, std::size_t shared_limit) {
-  return with_bucket(head_dim, [&]<int kHeadDim>() {
-    return is_narrow(shared_limit) ? tiles_of<kHeadDim, true>() : tiles_of<kHeadDim, false>();
-  });
-}
-
 cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
                              std::int32_t* has_large_row, cudaStream_t stream) {
   return problem.dtype == DType::kBFloat16
@@ -300,7 +235,7 @@ namespace {
 
 KeySums key_sums_of(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
                     std::uint8_t* stored) {
-  const int width = bucket_of(static_cast<int>(problem.head_dim));
+  const int width = bucket_of(problem.head_dim);
   // Blocks enough to fill a large GPU, and no more than that if there is nothing to do.
   constexpr std::int64_t kManyBlocks = 1024, kLeastSlab = 16, kMostSlab = 256;
   const std::int64_t slab =
@@ -346,22 +281,6 @@ cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, flo
   auto* kernel =
       problem.dtype == DType::kBFloat16 ? round_key_sums_kernel<__nv_bfloat16> : round_key_sums_kernel<__half>;
   return for_key_sums(sums, [&](unsigned blocks) { kernel<<<blocks, kThreads, 0, stream>>>(sums); });
-}
-
-template <typename Element>
-cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
-                                      cudaStream_t stream) {
-  return with_bucket(problem.head_dim, [&]<int kHeadDim>() {
-    return is_narrow(shared_limit) ? query_gradients_of<Element, kHeadDim, true>(problem, sums, stream)
-                                   : query_gradients_of<Element, kHeadDim, false>(problem, sums, stream);
-  });
-}
-
-cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
-                                   cudaStream_t stream) {
-  return problem.dtype == DType::kBFloat16
-             ? query_gradients_by_bucket<__nv_bfloat16>(problem, shared_limit, sums, stream)
-             : query_gradients_by_bucket<__half>(problem, shared_limit, sums, stream);
 }
 
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,

@@ -5,14 +5,14 @@
 // arithmetic (causal rule and lengths only) or read from a plan, whose keys are gathered while they are copied.
 #pragma once
 
-#include "cuda/portable/block_order.cuh"
-#include "cuda/portable/forward_config.h"
-#include "cuda/portable/hide.cuh"
-#include "cuda/portable/row_block.cuh"
-#include "cuda/portable/softmax.cuh"
-#include "cuda/portable/tokens.cuh"
-#include "cuda/portable/walk.cuh"
-#include "cuda/ptx/block_product.cuh"
+#include "cuda/attention/block_order.cuh"
+#include "cuda/attention/hide.cuh"
+#include "cuda/attention/row_block.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/attention/walk.cuh"
+#include "cuda/attention/warp_gemm.cuh"
+#include "cuda/sm80/forward_config.h"
 
 namespace flash_dmattn::internal::cuda {
 

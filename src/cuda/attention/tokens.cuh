@@ -4,7 +4,8 @@
 #include <cstdint>
 
 #include "api/problem.h"
-#include "cuda/ptx/shared_tile.cuh"
+#include "cuda/attention/shared_tile.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -42,11 +43,7 @@ struct TokenRows {
 
   // The same in one instruction.
   __device__ const std::uint16_t* aligned_row(std::int32_t index) const {
-    const std::uint16_t* pointer;
-    asm("mad.wide.s32 %0, %1, %2, %3;"
-        : "=l"(pointer)
-        : "r"(index), "r"(static_cast<std::int32_t>(stride) * 2), "l"(base));
-    return pointer;
+    return offset_pointer(base, index, static_cast<std::int32_t>(stride) * 2);
   }
 };
 
@@ -119,13 +116,6 @@ __device__ inline void store_piece(std::uint16_t* row, int piece, const std::uin
     const int column = piece * 8 + element;
     if (column < head_dim) row[column] = static_cast<std::uint16_t>(words[element / 2] >> (16 * (element % 2)));
   }
-}
-
-__device__ inline void load_shared_16(std::uint32_t (&words)[4], std::uint32_t shared) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(shared)
-               : "memory");
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -7,16 +7,16 @@
 // (Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2).
 #pragma once
 
-#include "cuda/portable/backward_config.h"
-#include "cuda/portable/block_order.cuh"
-#include "cuda/portable/hide.cuh"
-#include "cuda/portable/key_block.cuh"
-#include "cuda/portable/key_results.cuh"
-#include "cuda/portable/large_rows.cuh"
-#include "cuda/portable/row_walk.cuh"
-#include "cuda/portable/tokens.cuh"
-#include "cuda/portable/walk.cuh"
-#include "cuda/ptx/block_product.cuh"
+#include "cuda/attention/block_order.cuh"
+#include "cuda/attention/hide.cuh"
+#include "cuda/attention/key_block.cuh"
+#include "cuda/attention/key_results.cuh"
+#include "cuda/attention/large_rows.cuh"
+#include "cuda/attention/row_walk.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/attention/walk.cuh"
+#include "cuda/attention/warp_gemm.cuh"
+#include "cuda/sm80/backward_config.h"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -343,8 +343,7 @@ struct BackwardBlock {
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
         const std::uint32_t address = place.pair_address(score_gradients, i, n);
-        std::uint32_t packed;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(packed) : "r"(address) : "memory");
+        const std::uint32_t packed = load_shared(address);
         const float2 derivative = __half22float2(*reinterpret_cast<const __half2*>(&packed));
         const float* pair = &gradients[i / 2][n][2 * (i % 2)];
         store_shared(address, pack<Element>(pair[0] * derivative.x, pair[1] * derivative.y));

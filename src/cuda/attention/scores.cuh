@@ -6,25 +6,25 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/copy.cuh"
-#include "cuda/ptx/mma.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// tanh of x / (2 log2(e)). Four at a time, which the volatile assembly keeps apart: interleaved with others they would
-// take registers that the kernels do not have. 1 - 2 / (2^x + 1) is within 2^-22 of the true value (tanh.approx within
-// 2^-11 only); near 0, where 2^-22 is a large part of tanh, Taylor's series is used.
+// tanh of x / (2 log2(e)). Four at a time, which the instructions' fixed order keeps apart: interleaved with others
+// they would take registers that the kernels do not have. 1 - 2 / (2^x + 1) is within 2^-22 of the true value
+// (tanh.approx within 2^-11 only); near 0, where 2^-22 is a large part of tanh, Taylor's series is used.
 __device__ inline void tanh_of_scaled(float (&x)[4]) {
   constexpr float kSeriesEnds = 0.2f, kUnscale = 0.5f * kLn2;
   float exponential[4], inverse[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential[i]) : "f"(x[i]));
+  for (int i = 0; i < 4; ++i) exponential[i] = exp2_in_order(x[i]);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse[i]) : "f"(exponential[i] + 1));
+  for (int i = 0; i < 4; ++i) inverse[i] = reciprocal_in_order(exponential[i] + 1);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float t = x[i] * kUnscale, square = t * t;
@@ -41,8 +41,7 @@ __device__ inline float load_bias(const BroadcastView& bias, std::int64_t offset
 
 // Asks for what load_bias will read.
 __device__ inline void prefetch_bias(const BroadcastView& bias, std::int64_t offset) {
-  const auto* place = static_cast<const unsigned char*>(bias.data) + offset * (bias.dtype == DType::kFloat32 ? 4 : 2);
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(place));
+  prefetch_to_l1(static_cast<const unsigned char*>(bias.data) + offset * (bias.dtype == DType::kFloat32 ? 4 : 2));
 }
 
 // Makes scores of products, bias aside. Forward and backward must round in the same way, since large scores differ by

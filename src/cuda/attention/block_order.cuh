@@ -10,7 +10,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -1,10 +1,10 @@
 // Definitions of the attention launchers, for instance.cu.
 #pragma once
 
-#include "cuda/portable/backward.cuh"
-#include "cuda/portable/forward.cuh"
-#include "cuda/portable/launch.h"
-#include "cuda/portable/query_backward.cuh"
+#include "cuda/sm80/backward.cuh"
+#include "cuda/sm80/forward.cuh"
+#include "cuda/sm80/launch.h"
+#include "cuda/sm80/query_backward.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

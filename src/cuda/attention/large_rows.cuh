@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
-#include "cuda/portable/softmax.cuh"
+#include "cuda/attention/params.h"
+#include "cuda/attention/softmax.cuh"
 
 namespace flash_dmattn::internal::cuda {
 

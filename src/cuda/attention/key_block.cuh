@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 #include "cuda/plan/device_plan.h"
 
 namespace flash_dmattn::internal::cuda {

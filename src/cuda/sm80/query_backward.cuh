@@ -3,13 +3,13 @@
 // backward.cuh needs.
 #pragma once
 
-#include "cuda/portable/hide.cuh"
-#include "cuda/portable/large_rows.cuh"
-#include "cuda/portable/query_backward_config.h"
-#include "cuda/portable/row_block.cuh"
-#include "cuda/portable/tokens.cuh"
-#include "cuda/portable/walk.cuh"
-#include "cuda/ptx/block_product.cuh"
+#include "cuda/attention/hide.cuh"
+#include "cuda/attention/large_rows.cuh"
+#include "cuda/attention/row_block.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/attention/walk.cuh"
+#include "cuda/attention/warp_gemm.cuh"
+#include "cuda/sm80/query_backward_config.h"
 
 namespace flash_dmattn::internal::cuda {
 

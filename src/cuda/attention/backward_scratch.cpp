@@ -1,0 +1,100 @@
+#include "cuda/attention/backward_scratch.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "cuda/attention/call.h"
+#include "cuda/attention/head_dims.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+// Sums that many blocks add to begin with a cache line: else every addition of a warp touches one line more (2 %
+// slower).
+constexpr std::size_t kLineBytes = 128;
+
+}  // namespace
+
+void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles family_tiles, Arena* arena) {
+  tiles = family_tiles;
+  prepared.arrange(problem, arena);
+  const auto bucket = static_cast<std::size_t>(bucket_of(problem.head_dim));
+  deterministic = problem.deterministic;
+  padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
+  const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);
+  row_facts = arena->take<RowFacts>(row_count);
+  // A line for the flag and the sums after it, to be cleared in one go.
+  constexpr std::size_t kLineFloats = kLineBytes / sizeof(float);
+  const bool wants_dquery_sums = problem.dquery.defined() && !deterministic;
+  const std::size_t cleared = kLineFloats + (wants_dquery_sums ? row_count * bucket : 0);
+  cleared_bytes = cleared * sizeof(float);
+  if (auto* memory = arena->take_aligned<float>(cleared, kLineBytes); memory != nullptr) {
+    has_large_row = reinterpret_cast<std::int32_t*>(memory);
+    if (wants_dquery_sums) dquery_sums = memory + kLineFloats;
+  }
+  arrange_order(problem, arena);
+  key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
+  key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(colors);
+  const auto take_sums = [&] { return arena->take_aligned<float>(key_bytes / sizeof(float), kLineBytes); };
+  if (wants_sums && problem.dkey.defined()) dkey_sums = take_sums();
+  if (wants_sums && problem.dvalue.defined()) dvalue_sums = take_sums();
+  if (prepared.planned && splits == 1) {
+    stored = arena->take<std::uint8_t>(static_cast<std::size_t>(problem.batch * problem.key_heads));
+  }
+  if (problem.dbias.defined()) arrange_bias(problem, arena);
+}
+
+void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena) {
+  const std::int64_t group = problem.group();
+  const std::int64_t key_blocks = (problem.keys + tiles.keys - 1) / tiles.keys * problem.batch * problem.key_heads;
+  // Heads that see different keys have lists of their own; and a few tiles of keys alone leave most of a GPU idle,
+  // the more so where they see different numbers of rows.
+  const std::int64_t few_blocks = prepared.planned ? 256 : 128;
+  // Ordering takes 5 to 10 us, a tenth or more of all the rest where a bool mask shows a few keys a row.
+  const bool orders = prepared.visibility.begin.defined() || key_blocks >= few_blocks;
+  order = take_order(prepared.planned && orders, arena);
+  const bool own_lists = prepared.planned && prepared.plan.head_divisor < group;
+  const bool few = key_blocks < few_blocks && !deterministic;
+  splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
+  wants_sums = prepared.planned || splits > 1;
+  launch_chunks = prepared.plan.chunk_count;
+  if (!deterministic || !prepared.planned) return;
+  // As few chunks a launch as fill a large GPU a few times over; the same on every GPU, so that results are, too.
+  constexpr std::int64_t kManyBlocks = 1024;
+  const std::int64_t chunk_blocks =
+      std::max<std::int64_t>(1, prepared.plan.capacity / tiles.keys * problem.batch * problem.key_heads * splits);
+  launch_chunks = static_cast<std::int32_t>(
+      std::clamp<std::int64_t>((kManyBlocks + chunk_blocks - 1) / chunk_blocks, 1, prepared.plan.chunk_count));
+  colors = launch_chunks * splits;
+}
+
+void BackwardScratch::arrange_bias(const BackwardProblem& problem, Arena* arena) {
+  dbias = problem.dbias;
+  dbias_count = static_cast<std::size_t>(bias_elements(problem.dbias));
+  // A bias gradient with rows has one owner for each of them then; one without needs its parts kept apart.
+  const bool by_head = deterministic && problem.dbias.rows == 1;
+  if (by_head) {
+    dbias.batches = problem.batch, dbias.heads = problem.heads, dbias.keys = problem.keys;
+    dbias.batch_stride = problem.heads * problem.keys, dbias.head_stride = problem.keys, dbias.key_stride = 1;
+    dbias.head_divisor = 1;
+    dbias_count = static_cast<std::size_t>(problem.batch * problem.heads * problem.keys);
+  }
+  dbias_bytes = dbias_count * sizeof(float) * static_cast<std::size_t>(by_head ? colors : 1);
+  bias_sums = by_head                                  ? BiasSums::kByHead
+              : problem.dbias.dtype == DType::kFloat32 ? BiasSums::kInPlace
+                                                       : BiasSums::kRounded;
+  dbias_sums = bias_sums == BiasSums::kInPlace ? static_cast<float*>(problem.dbias.data)
+                                               : arena->take<float>(dbias_bytes / sizeof(float));
+}
+
+Status BackwardScratch::check_key_blocks(const BackwardProblem& problem) const {
+  const std::int64_t listed = prepared.plan.capacity / tiles.keys * std::int64_t{launch_chunks};
+  const std::int64_t key_tiles = (problem.keys + tiles.keys - 1) / tiles.keys + listed;
+  if (key_tiles * problem.batch * problem.key_heads * splits <= std::numeric_limits<std::int32_t>::max()) return {};
+  return Status::invalid("key", "must have fewer than 2^31 tiles of keys in a backward on CUDA, listed ones included",
+                         "B " + std::to_string(problem.batch) + ", Sk " + std::to_string(problem.keys) + ", Hkv " +
+                             std::to_string(problem.key_heads));
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,55 @@
+// Scratch memory of a backward, and how its work is cut.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "api/problem.h"
+#include "cuda/attention/params.h"
+#include "cuda/plan/prepared_visibility.h"
+#include "plan/arena.h"
+
+namespace flash_dmattn::internal::cuda {
+
+// A trait of a family: rows of a step and keys of a block of its backward. Facts of rows, and sums of dquery, are
+// padded to whole tiles of rows.
+struct BackwardTiles {
+  int rows, keys;
+};
+
+// Where the gradient of a bias is summed.
+enum class BiasSums : std::uint8_t {
+  kNone,     // it is not asked for
+  kInPlace,  // in the gradient itself, which is float32
+  kRounded,  // in fp32 of its shape; launch_bias_gradients rounds it
+  kByHead,   // one part for every color, query head and key, added up in one order by launch_shared_bias_gradients
+};
+
+struct BackwardScratch {
+  PreparedVisibility prepared;
+  BackwardTiles tiles = {};
+  RowFacts* row_facts = nullptr;
+  std::int32_t* has_large_row = nullptr;  // as in BackwardParams; it and dquery_sums are cleared_bytes
+  std::int64_t padded_rows = 0;
+  float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
+  std::uint8_t* stored = nullptr;  // as in BackwardParams
+  std::int32_t* order = nullptr;   // as in BlockOrder
+  std::size_t cleared_bytes = 0, key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
+  std::int32_t splits = 1, launch_chunks = 0, colors = 1;
+  bool wants_sums = false;
+  bool deterministic = false;
+  BroadcastView dbias;  // of dbias_sums
+  BiasSums bias_sums = BiasSums::kNone;
+
+  // `tiles`: of the family's backward. The same arrays whether the arena has memory or only measures.
+  void arrange(const BackwardProblem& problem, BackwardTiles tiles, Arena* arena);
+
+  // That no launch has more blocks of keys than a grid may.
+  Status check_key_blocks(const BackwardProblem& problem) const;
+
+ private:
+  void arrange_order(const BackwardProblem& problem, Arena* arena);
+  void arrange_bias(const BackwardProblem& problem, Arena* arena);
+};
+
+}  // namespace flash_dmattn::internal::cuda

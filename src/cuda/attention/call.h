@@ -1,0 +1,53 @@
+// What the host code of every kernel family needs: a problem's kernel parameters, the line that says what ran, launches
+// by type.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/attention/head_dims.h"
+#include "cuda/attention/params.h"
+#include "cuda/device_kernels.h"
+#include "cuda/plan/prepared_visibility.h"
+#include "plan/arena.h"
+
+namespace flash_dmattn::internal::cuda {
+
+// Whether every row is whole pieces of 16 bytes (AttentionParams::aligned).
+bool is_aligned(const TokenView& tokens);
+
+// What all kernels take of a call.
+void fill(const AttentionProblem& problem, const Gpu& gpu, const PreparedVisibility& prepared, AttentionParams* params);
+
+// And what those of a forward do.
+ForwardParams forward_params(const ForwardProblem& problem, const Gpu& gpu, const PreparedVisibility& prepared);
+
+// Scratch of BlockOrder. Only a plan tells how long a block takes.
+std::int32_t* take_order(bool planned, Arena* arena);
+
+// Elements of a bias, or of its gradient.
+std::int64_t bias_elements(const BroadcastView& bias);
+
+cudaError_t clear(void* memory, std::size_t bytes, cudaStream_t stream);
+
+const char* plan_kind(const PreparedVisibility& prepared);
+// If FLASH_DMATTN_LOG asks for it. `family`: its name and what else tells its kernels apart. `direction`: "forward" or
+// "backward".
+void log_call(const char* family, const char* direction, const AttentionProblem& problem, const char* kind);
+
+// Calls `launch` with an element and a bucket of head dims as template arguments.
+template <typename Launch>
+cudaError_t by_type(const AttentionProblem& problem, Launch launch) {
+  const auto by_bucket = [&](auto element) {
+    using Element = decltype(element);
+    return with_bucket(problem.head_dim,
+                       [&]<int kHeadDim>() { return launch.template operator()<Element, kHeadDim>(); });
+  };
+  return problem.dtype == DType::kBFloat16 ? by_bucket(__nv_bfloat16()) : by_bucket(__half());
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,30 @@
+// A few query rows over many keys, as a kernel family. It needs no plan: a backward has one of its own.
+#include "cuda/attention/call.h"
+#include "cuda/decode/decode.h"
+#include "cuda/kernel_family.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+bool takes(const AttentionProblem& problem, const Gpu&, Pass pass) {
+  return pass == Pass::kForward && decode_applies(problem);
+}
+
+Status arrange_forward(const AttentionProblem& problem, const Gpu& gpu, std::size_t* bytes) {
+  *bytes = decode_workspace(problem, gpu.processors);
+  return {};
+}
+
+Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
+  PreparedVisibility prepared;
+  prepared.visibility = visibility_of(problem);
+  const ForwardParams params = forward_params(problem, gpu, prepared);
+  log_call(kDecodeFamily.name, "forward", problem, "few rows: keys split among blocks");
+  return status_of(launch_decode(params, problem.dtype, gpu.processors, workspace, stream));
+}
+
+}  // namespace
+
+const KernelFamily kDecodeFamily = {"decode", takes, arrange_forward, forward, nullptr, nullptr};
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,65 @@
+// Arithmetic that C++ has no words for: instructions of their own, and values that the compiler is kept from keeping.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash_dmattn::internal::cuda {
+
+// The same value, of which the compiler knows nothing: what depends on it is computed where it is used, instead of
+// being kept in registers over a whole loop.
+__device__ inline int recomputed(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+template <typename T>
+__device__ inline const T* recomputed(const T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
+// base + index * stride in one instruction; `stride` in bytes.
+__device__ inline const std::uint16_t* offset_pointer(const std::uint16_t* base, std::int32_t index,
+                                                      std::int32_t stride) {
+  const std::uint16_t* pointer;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(pointer) : "r"(index), "r"(stride), "l"(base));
+  return pointer;
+}
+
+// Two floats rounded to the nearest, `low` in the low half.
+template <typename Element>
+__device__ inline std::uint32_t pack(float low, float high) {
+  std::uint32_t packed;
+  if constexpr (__is_same(Element, __nv_bfloat16)) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// 2^x
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^x, at this place of the program: the compiler does not move it. Between products of the tensor cores it is computed
+// while they run.
+__device__ inline float exp2_in_order(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, at this place of the program.
+__device__ inline float reciprocal_in_order(float x) {
+  float y;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace flash_dmattn::internal::cuda
