@@ -287,7 +287,7 @@ def prepass(bench: Bench) -> Iterator[Comparison]:
         yield from bench.compare(
             f"bool mask {problem.name}{layout}",
             "share of the copy",
-            lambda given=given: make_plan(problem.query, problem.key, given, None, None, None, False),
+            lambda given=given: make_plan(problem.query, problem.key, given, None, None, None, False, 0),
             unit="%",
             amount=100 * mask.nbytes * 9 / 8 / bench.copy_bandwidth,
             least=75.0,

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "flash_dmattn/attention.h"
@@ -19,6 +20,7 @@
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 #include "tensors.h"
+#include "visibility.h"
 
 namespace {
 
@@ -49,6 +51,8 @@ using flash_dmattn::operators::Tensor;
 using flash_dmattn::operators::TorchDType;
 using flash_dmattn::operators::TorchExecutor;
 using flash_dmattn::operators::view_of;
+using flash_dmattn::operators::visibility_schema;
+using flash_dmattn::operators::VisibilityArguments;
 using flash_dmattn::operators::with_unit_head_dim;
 using flash_dmattn::operators::Workspace;
 
@@ -85,18 +89,15 @@ AttentionPlan plan_of(const std::optional<Tensor>& plan) {
 }
 
 AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
-                            const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                            const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
-                            const std::optional<Tensor>& interval_end, std::int64_t interval_window,
-                            const std::optional<Tensor>& plan) {
+                            const std::optional<Tensor>& bias, const VisibilityArguments& visibility) {
   return {.query = view_of("query", query, kFloatRule),
           .key = view_of("key", key, "must have query's dtype"),
           .value = view_of("value", value, "must have query's dtype"),
-          .mask = view_of("mask", mask, "must be bool"),
+          .mask = view_of("mask", visibility.mask, "must be bool"),
           .bias = view_of("bias", bias, "must have query's dtype or float32"),
-          .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32"),
-          .intervals = make_intervals(interval_begin, interval_end, interval_window),
-          .plan = plan_of(plan)};
+          .seqlens_k = view_of("seqlens_k", visibility.seqlens_k, "must be int32"),
+          .intervals = make_intervals(visibility.interval_begin, visibility.interval_end, visibility.interval_window),
+          .plan = plan_of(visibility.plan)};
 }
 
 // The inputs with a stride of 1 along D, the only one that attention reads: query, key and value that have another are
@@ -114,27 +115,19 @@ void copy_where_needed(const AttentionOptions& options, const AttentionContext& 
   inputs->value = view_of("value", *value, kFloatRule);
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
-                                                     std::optional<Tensor> bias, std::optional<Tensor> seqlens_k,
+std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias,
+                                                     std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
                                                      std::optional<Tensor> interval_begin,
                                                      std::optional<Tensor> interval_end, std::optional<Tensor> plan,
-                                                     std::optional<double> scale, double softcap, bool is_causal,
-                                                     bool deterministic, std::int64_t interval_window) {
-  const std::optional<Tensor> key_given(key), value_given(value);
-  const CallDevice device("query", query,
-                          {{"key", &key_given},
-                           {"value", &value_given},
-                           {"mask", &mask},
-                           {"bias", &bias},
-                           {"seqlens_k", &seqlens_k},
-                           {"intervals.begin", &interval_begin},
-                           {"intervals.end", &interval_end},
-                           {"plan", &plan}});
-  const AttentionOptions options = {scale, softcap, is_causal, deterministic};
+                                                     bool is_causal, std::int64_t interval_window,
+                                                     std::optional<double> scale, double softcap, bool deterministic) {
+  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window,
+                                          plan};
+  const CallDevice device({"query", query}, {{"key", key}, {"value", value}, {"bias", bias}}, visibility.tensors());
+  const AttentionOptions options = {scale, softcap, visibility.is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
-  AttentionInputs inputs =
-      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
+  AttentionInputs inputs = make_inputs(query, key, value, bias, visibility);
   copy_where_needed(options, context, &query, &key, &value, &inputs);
 
   // Also checks the inputs: from here on query has four dimensions.
@@ -155,33 +148,28 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, T
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
-    Tensor dout, std::optional<Tensor> dlse, Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
-    std::optional<Tensor> bias, std::optional<Tensor> seqlens_k, std::optional<Tensor> interval_begin,
-    std::optional<Tensor> interval_end, std::optional<Tensor> plan, Tensor out, Tensor lse, Tensor row_stats,
-    std::optional<double> scale, double softcap, bool is_causal, bool deterministic, std::int64_t interval_window,
+    Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor lse, Tensor row_stats, Tensor query, Tensor key,
+    Tensor value, std::optional<Tensor> bias, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
+    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, std::optional<Tensor> plan,
+    bool is_causal, std::int64_t interval_window, std::optional<double> scale, double softcap, bool deterministic,
     bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
-  const std::optional<Tensor> key_given(key), value_given(value), out_given(out), lse_given(lse), dout_given(dout),
-      row_stats_given(row_stats);
-  const CallDevice device("query", query,
-                          {{"key", &key_given},
-                           {"value", &value_given},
-                           {"out", &out_given},
-                           {"lse", &lse_given},
-                           {"row_stats", &row_stats_given},
-                           {"dout", &dout_given},
-                           {"dlse", &dlse},
-                           {"mask", &mask},
-                           {"bias", &bias},
-                           {"seqlens_k", &seqlens_k},
-                           {"intervals.begin", &interval_begin},
-                           {"intervals.end", &interval_end},
-                           {"plan", &plan}});
-  const AttentionOptions options = {scale, softcap, is_causal, deterministic};
+  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window,
+                                          plan};
+  const CallDevice device({"query", query},
+                          {{"key", key},
+                           {"value", value},
+                           {"out", out},
+                           {"lse", lse},
+                           {"row_stats", row_stats},
+                           {"dout", dout},
+                           {"dlse", dlse},
+                           {"bias", bias}},
+                          visibility.tensors());
+  const AttentionOptions options = {scale, softcap, visibility.is_causal, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
-  AttentionInputs inputs =
-      make_inputs(query, key, value, mask, bias, seqlens_k, interval_begin, interval_end, interval_window, plan);
+  AttentionInputs inputs = make_inputs(query, key, value, bias, visibility);
   copy_where_needed(options, context, &query, &key, &value, &inputs);
   out = with_unit_head_dim(out);
   dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
@@ -219,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
 std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, std::int64_t seqlen_q, bool causal,
                                        std::optional<Tensor> key_mask, std::optional<Tensor> seqlens_k) {
-  const CallDevice device("scores", scores, {{"key_mask", &key_mask}, {"seqlens_k", &seqlens_k}});
+  const CallDevice device({"scores", scores}, {{"key_mask", key_mask}, {"seqlens_k", seqlens_k}});
   const SelectionInputs inputs = {.scores = view_of("scores", scores, kFloatRule),
                                   .key_mask = view_of("key_mask", key_mask, "must be bool"),
                                   .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32")};
@@ -239,7 +227,7 @@ std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, 
 }
 
 std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
-  const CallDevice device("mask", mask, {});
+  const CallDevice device({"mask", mask}, {});
   const TensorView view = view_of("mask", mask, "must be bool");
   if (view.rank != 4) check(Status::invalid("mask", "must have 4 dimensions", std::to_string(view.rank)));
   TorchExecutor executor;
@@ -257,36 +245,20 @@ std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
 }
 
 // For plans, which read the sizes of query and key only: any strides will do.
-AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask,
-                                    const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
-                                    const std::optional<Tensor>& interval_end, std::int64_t interval_window) {
-  AttentionInputs inputs =
-      make_inputs(query, key, key, mask, {}, seqlens_k, interval_begin, interval_end, interval_window, {});
+AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, const VisibilityArguments& visibility) {
+  AttentionInputs inputs = make_inputs(query, key, key, {}, visibility);
   for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->strides[view->rank - 1] = 1;
   return inputs;
-}
-
-// Of the same arguments.
-CallDevice planned_device(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask,
-                          const std::optional<Tensor>& seqlens_k, const std::optional<Tensor>& interval_begin,
-                          const std::optional<Tensor>& interval_end) {
-  const std::optional<Tensor> key_given(key);
-  return CallDevice("query", query,
-                    {{"key", &key_given},
-                     {"mask", &mask},
-                     {"seqlens_k", &seqlens_k},
-                     {"intervals.begin", &interval_begin},
-                     {"intervals.end", &interval_end}});
 }
 
 // uint8; no elements where there is nothing to plan.
 Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
                       std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal,
                       std::int64_t interval_window) {
-  const CallDevice device = planned_device(query, key, mask, seqlens_k, interval_begin, interval_end);
-  const AttentionInputs inputs =
-      make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, interval_window);
-  const AttentionOptions options = {{}, 0.0, is_causal, false};
+  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+  const CallDevice device({"query", query}, {{"key", key}}, visibility.tensors());
+  const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
+  const AttentionOptions options = {.is_causal = visibility.is_causal};
   const AttentionContext context = {.device = device.native()};
 
   std::size_t bytes = 0, workspace_bytes = 0;
@@ -302,25 +274,27 @@ Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std:
 
 // How many elements attention_plan gives on a GPU for arguments of these sizes and strides, wherever they are.
 std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
+                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal,
                              std::int64_t interval_window) {
-  const AttentionInputs inputs =
-      make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, interval_window);
+  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+  const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
+  const AttentionOptions options = {.is_causal = visibility.is_causal};
+  const AttentionContext context = {.device = flash_dmattn::Device::cuda(nullptr)};
   std::size_t bytes = 0;
-  check(flash_dmattn::attention_plan_bytes(inputs, {}, {.device = flash_dmattn::Device::cuda(nullptr)}, &bytes));
+  check(flash_dmattn::attention_plan_bytes(inputs, options, context, &bytes));
   return static_cast<std::int64_t>(bytes);
 }
 
-// The counts in the order of the fields of PlanReport in python/flash_dmattn/planning.py.
-std::tuple<std::vector<std::int64_t>, Codes, Codes> plan_report(Tensor query, Tensor key, std::optional<Tensor> mask,
-                                                                std::optional<Tensor> seqlens_k,
-                                                                std::optional<Tensor> interval_begin,
-                                                                std::optional<Tensor> interval_end, bool is_causal,
-                                                                bool deterministic, std::int64_t interval_window) {
-  const CallDevice device = planned_device(query, key, mask, seqlens_k, interval_begin, interval_end);
-  const AttentionInputs inputs =
-      make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, interval_window);
-  const AttentionOptions options = {{}, 0.0, is_causal, deterministic};
+// The names and values of the counts, backend and rule: the fields of PlanReport in python/flash_dmattn/planning.py.
+// What C++ counts under other names is translated here and nowhere else.
+std::tuple<Codes, std::vector<std::int64_t>, Codes, Codes> plan_report(
+    Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
+    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal,
+    std::int64_t interval_window, bool deterministic) {
+  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+  const CallDevice device({"query", query}, {{"key", key}}, visibility.tensors());
+  const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
+  const AttentionOptions options = {.is_causal = visibility.is_causal, .deterministic = deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
 
@@ -330,21 +304,29 @@ std::tuple<std::vector<std::int64_t>, Codes, Codes> plan_report(Tensor query, Te
   PlanReport report;
   check(flash_dmattn::plan_report(inputs, options, &report, workspace.data(), workspace.bytes(), context));
   const flash_dmattn::AttentionCounters& counted = report.counters;
-  std::vector<std::int64_t> counts = {counted.scores_kept,
-                                      counted.scores_computed,
-                                      counted.tiles_skipped,
-                                      counted.tiles_partial,
-                                      counted.tiles_visited - counted.tiles_partial,
-                                      counted.keys_packed,
-                                      static_cast<std::int64_t>(report.scratch_bytes),
-                                      counted.plans,
-                                      counted.plans_listed,
-                                      counted.plans_bitmap,
-                                      report.chunk_rows,
-                                      report.row_tile,
-                                      report.key_tile,
-                                      report.shared_heads};
-  return {std::move(counts), codes_of(report.backend), codes_of(report.rule)};
+  const std::pair<const char*, std::int64_t> named_counts[] = {
+      {"kept_scores", counted.scores_kept},
+      {"computed_scores", counted.scores_computed},
+      {"tiles_empty", counted.tiles_skipped},
+      {"tiles_partial", counted.tiles_partial},
+      {"tiles_full", counted.tiles_visited - counted.tiles_partial},
+      {"copied_keys", counted.keys_packed},
+      {"plan_bytes", static_cast<std::int64_t>(report.scratch_bytes)},
+      {"plans", counted.plans},
+      {"lists", counted.plans_listed},
+      {"bitmaps", counted.plans_bitmap},
+      {"chunk_rows", report.chunk_rows},
+      {"row_tile", report.row_tile},
+      {"key_tile", report.key_tile},
+      {"shared_heads", report.shared_heads},
+  };
+  std::vector<std::string> names;
+  std::vector<std::int64_t> counts;
+  for (const auto& [name, count] : named_counts) {
+    names.emplace_back(name);
+    counts.push_back(count);
+  }
+  return {codes_of(joined(names)), std::move(counts), codes_of(report.backend), codes_of(report.rule)};
 }
 
 // One int64 row (row_begin, rows, listed keys, is_list, has_bitmap, row_tile, key_tile) a chunk, and the keys (int32),
@@ -353,11 +335,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key,
                                                        std::optional<Tensor> seqlens_k,
                                                        std::optional<Tensor> interval_begin,
                                                        std::optional<Tensor> interval_end, bool is_causal,
-                                                       std::int64_t batch, std::int64_t head) {
-  const AttentionInputs inputs = make_planned_inputs(query, key, mask, seqlens_k, interval_begin, interval_end, 0);
+                                                       std::int64_t interval_window, std::int64_t batch,
+                                                       std::int64_t head) {
+  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+  const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
   TorchExecutor executor;
   // The same chunks for any number of threads.
-  const AttentionOptions options = {{}, 0.0, is_causal, true};
+  const AttentionOptions options = {.is_causal = visibility.is_causal, .deterministic = true};
   std::vector<PlannedChunk> chunks;
   check(flash_dmattn::plan_chunks(inputs, options, batch, head, &chunks, {.executor = &executor}));
 
@@ -410,40 +394,27 @@ Codes cuda_kernels(std::int64_t major, std::int64_t minor) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flash_dmattn, library) {
-  library.def(
-      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? seqlens_k, "
-      "Tensor? interval_begin, Tensor? interval_end, Tensor? plan, float? scale, float softcap, bool is_causal, "
-      "bool deterministic, SymInt interval_window=0) -> (Tensor out, Tensor lse, Tensor row_stats)");
+  const std::string attended = "Tensor query, Tensor key, Tensor value, Tensor? bias, " + visibility_schema(true) +
+                               ", float? scale, float softcap, bool deterministic";
+  const std::string planned = "Tensor query, Tensor key, " + visibility_schema(false);
+  const auto define = [&library](const std::string& schema) { library.def(schema.c_str()); };
+  define("attention_forward(" + attended + ") -> (Tensor out, Tensor lse, Tensor row_stats)");
   // Gradients that are not asked for come back with no elements.
-  library.def(
-      "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
-      "Tensor? bias, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, Tensor? plan, Tensor out, "
-      "Tensor lse, Tensor row_stats, float? scale, float softcap, bool is_causal, bool deterministic, "
-      "SymInt interval_window, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) -> (Tensor "
-      "dquery, Tensor dkey, Tensor "
-      "dvalue, Tensor dbias)");
-  library.def(
-      "attention_plan(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, bool is_causal, SymInt interval_window=0) -> Tensor");
-  library.def(
+  define("attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor row_stats, " + attended +
+         ", bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) "
+         "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+  define("attention_plan(" + planned + ") -> Tensor");
+  define(
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
       "Tensor? seqlens_k) -> (Tensor begin, Tensor end)");
-  library.def("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
-  library.def(
-      "plan_report(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, bool is_causal, bool deterministic, int interval_window=0) -> (int[] counts, int[] "
-      "backend, "
-      "int[] rule)");
-  library.def(
-      "plan_chunks(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, bool is_causal, int batch, int head) "
-      "-> (Tensor chunks, Tensor keys, Tensor visible, Tensor tiles)");
-  library.def("cpu_info() -> int[] lines");
-  library.def("cuda_info() -> (int toolkit, int[] architectures)");
-  library.def("cuda_kernels(int major, int minor) -> int[]");
-  library.def(
-      "cuda_plan_bytes(Tensor query, Tensor key, Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, "
-      "Tensor? interval_end, SymInt interval_window=0) -> int");
+  define("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
+  define("plan_report(" + planned + ", bool deterministic) -> (int[] names, int[] counts, int[] backend, int[] rule)");
+  define("plan_chunks(" + planned +
+         ", int batch, int head) -> (Tensor chunks, Tensor keys, Tensor visible, Tensor tiles)");
+  define("cpu_info() -> int[] lines");
+  define("cuda_info() -> (int toolkit, int[] architectures)");
+  define("cuda_kernels(int major, int minor) -> int[]");
+  define("cuda_plan_bytes(" + planned + ") -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {

@@ -13,9 +13,9 @@
 #include <functional>
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "flash_dmattn/executor.h"
 #include "flash_dmattn/status.h"
@@ -162,19 +162,26 @@ inline Tensor with_unit_head_dim(const Tensor& tensor) {
   return has_unit_head_dim(tensor) ? tensor : as_contiguous(tensor);
 }
 
+// An argument, which may be left out. It refers to the tensor.
+struct NamedTensor {
+  NamedTensor(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
+  NamedTensor(const char* name, const std::optional<Tensor>& tensor)
+      : name(name), tensor(tensor ? &*tensor : nullptr) {}
+
+  const char* name;
+  const Tensor* tensor;
+};
+
 // Where a call's tensors are, made the current device for as long as this lives; work goes to its current stream.
 class CallDevice {
  public:
-  // `tensors` that are given must be where `first` is.
-  CallDevice(const char* name, const Tensor& first,
-             std::initializer_list<std::pair<const char*, const std::optional<Tensor>*>> tensors)
-      : device_(first.defined() ? first.device() : torch::stable::Device(torch::headeronly::DeviceType::CPU)) {
-    for (const auto& [other_name, other] : tensors) {
-      if (!*other || !(*other)->defined() || (*other)->device() == device_) continue;
-      check(Status::invalid(
-          other_name, std::string("must be on the device of ") + name,
-          std::string(other_name) + " on " + name_of((*other)->device()) + ", " + name + " on " + name_of(device_)));
-    }
+  // All others that are given must be where `first` is.
+  CallDevice(const NamedTensor& first, std::initializer_list<NamedTensor> others,
+             std::span<const NamedTensor> more_others = {})
+      : device_(first.tensor->defined() ? first.tensor->device()
+                                        : torch::stable::Device(torch::headeronly::DeviceType::CPU)) {
+    for (const NamedTensor& other : others) check_is_here(other, first.name);
+    for (const NamedTensor& other : more_others) check_is_here(other, first.name);
     if (!is_cuda()) return;
     guard_.emplace(device_.index());
     static const CurrentStream current_stream = find_current_stream();
@@ -194,6 +201,13 @@ class CallDevice {
 
  private:
   using CurrentStream = AOTITorchError (*)(std::int32_t, void**);
+
+  void check_is_here(const NamedTensor& other, const char* first) const {
+    if (other.tensor == nullptr || !other.tensor->defined() || other.tensor->device() == device_) return;
+    check(Status::invalid(
+        other.name, std::string("must be on the device of ") + first,
+        std::string(other.name) + " on " + name_of(other.tensor->device()) + ", " + first + " on " + name_of(device_)));
+  }
 
   // Of the library that only CUDA builds of torch have, and have loaded by now.
   static CurrentStream find_current_stream() {

@@ -1,7 +1,6 @@
 """Loads the operators `torch.ops.flash_dmattn.*` and registers what they need beside their C++ kernels: shapes for
 torch.compile, gradients, autocast and vmap."""
 
-import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _vmap
+from ._device_plan import plan_size
+from ._visibility import Visibility, argument_names, flatten, leading_tensors, unflatten, visibility_fields
 
 _LIBRARY_FILE = Path(__file__).parent / "_C" / "libflash_dmattn_torch.so"
 
@@ -28,6 +29,8 @@ _forward_op = torch.ops.flash_dmattn.attention_forward.default
 _backward_op = torch.ops.flash_dmattn.attention_backward.default
 _plan_op = torch.ops.flash_dmattn.attention_plan.default
 _select_op = torch.ops.flash_dmattn.select_keys.default
+_report_op = torch.ops.flash_dmattn.plan_report.default
+_chunks_op = torch.ops.flash_dmattn.plan_chunks.default
 _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
 
 
@@ -83,28 +86,28 @@ def cpu_info() -> CpuInfo:
     return CpuInfo(version, isa_float, isa_bfloat16, compiled.split(), supported.split())
 
 
+_FORWARD_ARGUMENTS = argument_names(_forward_op)
+_FORWARD_TENSORS = leading_tensors(_forward_op)
+_PLANNED_TENSORS = leading_tensors(_plan_op)
+# Visibility without a plan, as the operators that make one take it.
+_PLANNED_FIELDS = visibility_fields(_plan_op)
+
+
 def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
     bias: Tensor | None,
-    seqlens_k: Tensor | None,
-    interval_begin: Tensor | None,
-    interval_end: Tensor | None,
-    plan: Tensor | None,
+    visibility: Visibility,
     scale: float | None,
     softcap: float,
-    is_causal: bool,
     deterministic: bool,
-    interval_window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calls the operator, by the shortest way that is safe.
 
     Args:
-        interval_window: KeyIntervals.window_size.
-        plan: what `attention_plan` made for the same mask, lengths, intervals and is_causal. None: on a GPU it is made
-            here if a backward may follow, which then uses it, too; a forward alone is as fast without.
+        visibility: if it has no plan, one is made here on a GPU if a backward may follow, which then uses it, too; a
+            forward alone is as fast without.
 
     Returns:
         out (B, Sq, H, D) in query's dtype, lse (B, H, Sq) in float32 (float64 with float64), and row_stats
@@ -113,47 +116,35 @@ def attention_forward(
         ValueError: a device, shape, dtype or number that semantics.md does not allow.
         RuntimeError: forward-mode differentiation, which does not exist.
     """
-    tensors = (query, key, value, mask, bias, seqlens_k, interval_begin, interval_end)
-    check_devices(_TENSORS, (*tensors, plan))
+    arguments = (query, key, value, bias, *visibility, scale, softcap, deterministic)
+    check_devices(_FORWARD_TENSORS, arguments[: len(_FORWARD_TENSORS)])
     if forward_ad._current_level >= 0:
         _refuse_tangents(query=query, key=key, value=value, bias=bias)
-    options = (scale, softcap, is_causal, deterministic, interval_window)
     differentiable = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
     )
-    wants_plan = plan is None and differentiable and query.is_cuda and (mask is not None or interval_begin is not None)
-    if wants_plan:
-        planned = (query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window)
-    if torch.compiler.is_compiling():
-        if wants_plan:
-            plan = attention_plan(*planned)
-        return _forward_op(*tensors, plan, *options)
-    if _functorch_is_active():
-        return _Attention.apply(*tensors, plan, *options)
-    if differentiable:
-        if wants_plan:
-            with torch._C._AutoDispatchBelowAutograd():
-                plan = attention_plan(*planned)
-        return _forward_op(*tensors, plan, *options)
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and _functorch_is_active():
+        return _Attention.apply(*arguments)
+    if differentiable and query.is_cuda and visibility.plan is None and visibility.planned:
+        visibility = visibility._replace(plan=attention_plan(query, key, visibility))
+        arguments = (query, key, value, bias, *visibility, scale, softcap, deterministic)
+    if is_compiling or differentiable:
+        return _forward_op(*arguments)
     # Nothing to differentiate: without the autograd layer, which is written in Python and costs more than a small call.
     # That layer, made by torch.library.register_autograd, does the same in this case.
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*tensors, plan, *options)
+        return _forward_op(*arguments)
 
 
-def attention_plan(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    seqlens_k: Tensor | None,
-    interval_begin: Tensor | None,
-    interval_end: Tensor | None,
-    is_causal: bool,
-    interval_window: int,
-) -> Tensor:
+def attention_plan(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
     """Calls the operator; of query and key only the shapes count. uint8 (bytes,), empty where there is nothing to plan,
     as on the CPU. Source: make_attention_plan in include/flash_dmattn/attention.h."""
-    return _plan_op(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window)
+    arguments = (query, key, *flatten(visibility, _PLANNED_FIELDS))
+    if torch.compiler.is_compiling():
+        return _plan_op(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():  # a plan has no gradient
+        return _plan_op(*arguments)
 
 
 def select_keys(
@@ -181,23 +172,26 @@ def mask_intervals(mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool]
     return torch.ops.flash_dmattn.mask_intervals(mask, is_causal)
 
 
-def plan_report(query: Tensor, key: Tensor, *others: Tensor | bool | None) -> tuple[list[int], str, str]:
-    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal, deterministic and
-    KeyIntervals.window_size."""
-    _check_planned(query, key, *others[:4])
-    counts, backend, rule = torch.ops.flash_dmattn.plan_report(query, key, *others)
-    return counts, _text(backend), _text(rule)
+def plan_report(
+    query: Tensor, key: Tensor, visibility: Visibility, deterministic: bool
+) -> tuple[dict[str, int], str, str]:
+    """Calls the operator: its counts by name, the backend and the rule."""
+    arguments = _planned_arguments(query, key, visibility)
+    names, counts, backend, rule = _report_op(*arguments, deterministic)
+    return dict(zip(_text(names).split(), counts, strict=True)), _text(backend), _text(rule)
 
 
-def plan_chunks(query: Tensor, key: Tensor, *others: Tensor | bool | int | None) -> tuple[Tensor, ...]:
-    """Calls the operator; `others` are mask, seqlens_k, the interval bounds, is_causal, batch and head. CPU only."""
-    _check_planned(query, key, *others[:4])
-    return torch.ops.flash_dmattn.plan_chunks(query, key, *others)
+def plan_chunks(query: Tensor, key: Tensor, visibility: Visibility, batch: int, head: int) -> tuple[Tensor, ...]:
+    """Calls the operator, which is for the CPU only: chunks, keys, visible, tiles, as torch/ops.cpp says."""
+    return _chunks_op(*_planned_arguments(query, key, visibility), batch, head)
 
 
-def _check_planned(*tensors: Tensor | None) -> None:
-    check_devices(("query", "key", "mask", "seqlens_k", "intervals.begin", "intervals.end"), tensors)
-    check_data("query", tensors[0])
+def _planned_arguments(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[object, ...]:
+    """The first arguments of the operators that look at a plan, checked."""
+    arguments = (query, key, *flatten(visibility, _PLANNED_FIELDS))
+    check_devices(_PLANNED_TENSORS, arguments[: len(_PLANNED_TENSORS)])
+    check_data("query", query)
+    return arguments
 
 
 def check_data(name: str, tensor: Tensor) -> None:
@@ -205,9 +199,6 @@ def check_data(name: str, tensor: Tensor) -> None:
     check_devices((name,), (tensor,))
     if tensor.is_meta:
         raise ValueError(f"{name} must have data; got {name} on meta")
-
-
-_TENSORS = ("query", "key", "value", "mask", "bias", "seqlens_k", "intervals.begin", "intervals.end", "plan")
 
 
 def check_devices(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
@@ -257,11 +248,9 @@ def _forward_shapes(query, key, value, *others_and_options):
 
 
 @torch.library.register_fake(_BACKWARD, lib=_registrations)
-def _backward_shapes(
-    dout, dlse, query, key, value, mask, bias, seqlens_k, begin, end, plan, out, lse, row_stats, *options_and_needs
-):
+def _backward_shapes(dout, dlse, out, lse, row_stats, query, key, value, bias, *others_and_needs):
     _check_given(dout=dout, query=query, key=key, value=value, out=out, lse=lse, row_stats=row_stats)
-    needs = options_and_needs[-4:]
+    needs = others_and_needs[-4:]
     if bias is None:
         if needs[3]:
             raise ValueError("needs_dbias needs a bias; got no bias")
@@ -273,66 +262,17 @@ def _backward_shapes(
 
 
 @torch.library.register_fake(_PLAN, lib=_registrations)
-def _plan_shape(query, key, mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window=0):
+def _plan_shape(query, key, *others):
+    visibility = unflatten(_PLANNED_FIELDS, others)
+    mask = visibility.mask
     _check_given(query=query, key=key)
     for name, tensor in (("query", query), ("key", key)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
     if mask is not None and not 2 <= mask.dim() <= 4:
         raise ValueError(f"mask must have 2, 3 or 4 dimensions; got mask {tuple(mask.shape)}")
-    planned = (query, key, mask, seqlens_k, interval_begin, interval_end, interval_window)
-    size = plan_bytes(*planned) if query.is_cuda else 0
+    size = plan_size(query, key, visibility) if query.is_cuda else 0
     return query.new_empty((size,), dtype=torch.uint8)
-
-
-def plan_bytes(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    seqlens_k: Tensor | None,
-    interval_begin: Tensor | None,
-    interval_end: Tensor | None,
-    interval_window: int = 0,
-) -> int:
-    """How many elements `attention_plan` gives on a GPU: what PreparedVisibility::place in
-    src/cuda/prepared_visibility.cpp takes. In terms that symbolic sizes allow without guards."""
-    batch, rows, heads = query.shape[:3]
-    keys = key.shape[1]
-    views = [view for view in (mask, interval_begin, interval_end) if view is not None]
-    if not views or any(size == 0 for size in (batch, rows, heads, keys)):
-        return 0
-    views = [_distinct(view) for view in views]
-    # Plans are told apart as the finest of the views tells batch elements and heads apart.
-    plan_batches, plan_heads, *_ = (functools.reduce(torch.sym_max, sizes) for sizes in zip(*views, strict=True))
-    if seqlens_k is not None and all(stride != 0 for stride in seqlens_k.stride()):
-        plan_batches = batch
-    row_chunks = _divide_up(rows, 1024)
-    plan_chunks = plan_batches * plan_heads * row_chunks
-    longest = torch.sym_max(keys // 4, 4096)
-    if interval_begin is not None and interval_window != 0:
-        longest = interval_window + 1024
-    capacity = 128 * torch.sym_min(_divide_up(torch.sym_min(longest, keys), 128), (2**31 - 1) // 128)
-    tiles = 2 * _divide_up(keys, 128)
-    # Bytes of chunks, keys, units of tiles, full units and tiles of units.
-    tile_bytes = 2 * plan_chunks * tiles
-    arrays = [8 * plan_chunks, 4 * plan_chunks * capacity, tile_bytes, tile_bytes, 64 * plan_chunks]
-    if mask is not None and views[0][2] != 1:
-        mask_batches, mask_heads, _, mask_keys = views[0]
-        entries = mask_batches * mask_heads * row_chunks * mask_keys
-        arrays += [128 * entries, 4 * entries]  # words and units of the packed mask
-    return 64 * sum(_divide_up(size, 64) for size in arrays)
-
-
-def _distinct(view: Tensor) -> list[int]:
-    """(batch, head, row, key) sizes of a mask, or an interval bound, in any of its forms: 1 where nothing changes."""
-    sizes = [1 if size == 1 or stride == 0 else size for size, stride in zip(view.shape, view.stride(), strict=True)]
-    if view.dim() == 2:  # (Sq, Sk)
-        return [1, 1, *sizes]
-    return [*sizes[:2], 1, sizes[2]] if view.dim() == 3 else sizes
-
-
-def _divide_up(size: int, unit: int) -> int:
-    return (size + unit - 1) // unit
 
 
 @torch.library.register_fake(_SELECT, lib=_registrations)
@@ -345,8 +285,8 @@ def _interval_shapes(scores, window_size, seqlen_q, causal, key_mask, seqlens_k)
 
 # ---- Gradients
 
-_FORWARD_ARGUMENTS = _vmap.argument_names(_forward_op)
 _DIFFERENTIABLE = ("query", "key", "value", "bias")  # in the order of attention_backward's results
+_DIFFERENTIABLE_POSITIONS = tuple(_FORWARD_ARGUMENTS.index(name) for name in _DIFFERENTIABLE)
 
 
 def _gradients_by_position(gradients: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -354,22 +294,23 @@ def _gradients_by_position(gradients: dict[str, Tensor | None]) -> tuple[Tensor 
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window = inputs
-    ctx.save_for_backward(*tensors, *output)
+    # In the order in which the backward takes them: the results, then the forward's arguments, tensors first.
+    count = len(_FORWARD_TENSORS)
+    ctx.save_for_backward(*output, *inputs[:count])
+    ctx.options = inputs[count:]
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # without a gradient for lse the backward has less to do
 
 
 def _attention_backward(ctx, dout, dlse, _):
-    *inputs, out, lse, row_stats = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[_FORWARD_ARGUMENTS.index(name)] for name in _DIFFERENTIABLE]
+    saved = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE_POSITIONS]
     if dout is None:
         if dlse is None:
             return _gradients_by_position({})
-        dout = torch.zeros_like(out)
+        dout = torch.zeros_like(saved[0])
     backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
-    options = (ctx.scale, ctx.softcap, ctx.is_causal, ctx.deterministic, ctx.interval_window)
-    gradients = backward(dout, dlse, *inputs, out, lse, row_stats, *options, *needs)
+    gradients = backward(dout, dlse, *saved, *ctx.options, *needs)
     wanted = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
     return _gradients_by_position(dict(zip(_DIFFERENTIABLE, wanted, strict=True)))
 
@@ -423,12 +364,12 @@ def _autocast(device_type: str):
         # As torch's own rule: float64 is never cast.
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
-    def kernel(query, key, value, mask, bias, *rest):
+    def kernel(query, key, value, bias, *others):
         dtype = torch.get_autocast_dtype(device_type)
         if bias is not None and bias.dtype != torch.float32:
             bias = cast(bias, dtype)
         with torch.autocast(device_type, enabled=False):
-            return _forward_op(cast(query, dtype), cast(key, dtype), cast(value, dtype), mask, bias, *rest)
+            return _forward_op(cast(query, dtype), cast(key, dtype), cast(value, dtype), bias, *others)
 
     return kernel
 

@@ -8,6 +8,8 @@ was: it is dropped, and the operator makes its own.
 import torch
 from torch import Tensor
 
+from ._visibility import Visibility, argument_names, shown_name
+
 
 def _leading(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """V first: (V, ...), as a view."""
@@ -50,15 +52,8 @@ def _batch_of(query: Tensor, dim: int | None) -> int:
     return sizes[0] if sizes else 1
 
 
-def argument_names(op) -> tuple[str, ...]:
-    """As the operator's schema orders them: nothing else counts positions."""
-    return tuple(argument.name for argument in op._schema.arguments)
-
-
-# What a caller knows arguments of other names by.
-_SHOWN = {"interval_begin": "intervals.begin", "interval_end": "intervals.end"}
-# Arguments with the forms of a mask or a bias.
-_BROADCAST = {"mask", "bias", "interval_begin", "interval_end", "key_mask"}
+# Arguments with the forms of a mask or a bias: of what is seen, all but the lengths, one a batch element.
+_BROADCAST = {"bias", "key_mask", *Visibility._fields} - {"seqlens_k"}
 
 
 def _fold_arguments(given: dict, dims: dict, size: int) -> dict:
@@ -71,7 +66,7 @@ def _fold_arguments(given: dict, dims: dict, size: int) -> dict:
             return None
         if not isinstance(argument, Tensor):
             return argument
-        shown = _SHOWN.get(name, name)
+        shown = shown_name(name)
         if name in _BROADCAST:
             return _fold_broadcast(shown, argument, dims[name], size, batch)
         return _fold(shown, argument, dims[name], size)

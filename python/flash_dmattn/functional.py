@@ -12,7 +12,8 @@ from ._arguments import (
     check_tensor,
     warn_of_two_readings,
 )
-from .prepared import PreparedMask, check_mask, plan_of, split_mask
+from ._visibility import Visibility
+from .prepared import PreparedMask, check_mask, visibility_of
 from .selection import KeyIntervals
 
 
@@ -72,12 +73,10 @@ def attention(
     check_optional_tensor("seqlens_k", seqlens_k)
     check_bool("return_lse", return_lse)
     options = _check_options(scale, softcap, is_causal, deterministic)
-    plan = plan_of(mask, is_causal, seqlens_k)
-    mask, begin, end, window = split_mask(mask, query.shape, key.shape, is_causal)
+    visibility = visibility_of(mask, query.shape, key.shape, is_causal, seqlens_k)
     if bias is not None and query.dim() == key.dim() == 4:
         warn_of_two_readings("bias", bias, query.shape[0], query.shape[1], key.shape[1])
-    tensors = (query, key, value, mask, bias, seqlens_k, begin, end, plan)
-    out, lse, _ = _library.attention_forward(*tensors, *options, window)
+    out, lse, _ = _library.attention_forward(query, key, value, bias, visibility, *options)
     return (out, lse) if return_lse else out
 
 
@@ -152,14 +151,16 @@ def dynamic_mask_attention(
 
     scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k)
     begin, end = _library.select_keys(scores, window_size, query.shape[1], selection == "causal", key_mask, seqlens_k)
-    tensors = (query, key, value, None, key_bias, seqlens_k, begin, end, None)
-    out, lse, _ = _library.attention_forward(*tensors, *options, window_size)
+    visibility = Visibility(
+        seqlens_k=seqlens_k, interval_begin=begin, interval_end=end, is_causal=is_causal, interval_window=window_size
+    )
+    out, lse, _ = _library.attention_forward(query, key, value, key_bias, visibility, *options)
     return (out, lse) if return_lse else out
 
 
 def _check_options(
     scale: object, softcap: object, is_causal: object, deterministic: object
-) -> tuple[float | None, float, bool, bool]:
+) -> tuple[float | None, float, bool]:
     check_bool("is_causal", is_causal)
     if scale is not None:
         scale = as_number("scale", scale)
@@ -168,7 +169,7 @@ def _check_options(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         check_bool("deterministic", deterministic)
-    return scale, softcap, is_causal, deterministic
+    return scale, softcap, deterministic
 
 
 # The rules of key_bias and scores, which the operators know as a bias, of any form, and as intervals.

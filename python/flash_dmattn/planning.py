@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _library
 from ._arguments import as_int, check_bool, check_layout, check_optional_tensor
-from .prepared import PreparedMask, check_mask, split_mask
+from .prepared import PreparedMask, check_mask, visibility_of
 from .selection import KeyIntervals
 
 
@@ -108,10 +108,9 @@ def plan_report(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         check_bool("deterministic", deterministic)
-    mask, begin, end, window = split_mask(mask, query.shape, key.shape, is_causal)
-    arguments = (mask, seqlens_k, begin, end, is_causal, deterministic, window)
-    counts, backend, rule = _library.plan_report(query, key, *arguments)
-    return PlanReport(*counts, backend, rule)
+    visibility = visibility_of(mask, query.shape, key.shape, is_causal, seqlens_k)
+    counts, backend, rule = _library.plan_report(query, key, visibility, deterministic)
+    return PlanReport(**counts, backend=backend, rule=rule)
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,9 @@ def plan_chunks(
     """The CPU's plan of one query head, written out: Sq x listed keys elements. As `attention` with deterministic=True
     plans it, whatever the number of threads; other arguments as in `plan_report`."""
     query, key = _stand_ins(query, key, mask, seqlens_k, torch.float32, "cpu")
-    mask, begin, end, _ = split_mask(mask, query.shape, key.shape, is_causal)
-    arguments = (query, key, mask, seqlens_k, begin, end, is_causal, as_int("batch", batch), as_int("head", head))
-    table, keys, visible, tiles = _library.plan_chunks(*arguments)
+    visibility = visibility_of(mask, query.shape, key.shape, is_causal, seqlens_k)
+    batch, head = as_int("batch", batch), as_int("head", head)
+    table, keys, visible, tiles = _library.plan_chunks(query, key, visibility, batch, head)
     chunks = []
     at_key = at_visible = at_tile = 0
     for row_begin, rows, listed, is_list, has_bitmap, row_tile, key_tile in table.view(-1, 7).tolist():

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from . import _library
 from ._arguments import as_int, check_bool, check_layout, warn_of_two_readings
+from ._visibility import Visibility
 from .selection import KeyIntervals, unchecked_intervals
 
 _ALL_ROWS = 2**31 - 1  # where an interval ends that knows no number of rows; attention clamps it
@@ -174,35 +175,30 @@ def check_mask(name: str, value: object) -> None:
         check_layout(name, value)
 
 
-def split_mask(
+def visibility_of(
     mask: Tensor | KeyIntervals | PreparedMask | None,
     query_shape: Sequence[int],
     key_shape: Sequence[int],
     is_causal: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-    """The arguments of the operators that stand for a mask: bool mask, interval begins and ends, window size. Warns of
-    a bool mask that can be read in two ways.
+    seqlens_k: Tensor | None = None,
+) -> Visibility:
+    """What these arguments of a call let each query see, with a plan if the mask has one for such calls. Warns of a
+    bool mask that can be read in two ways.
 
     Raises:
         ValueError: a prepared mask was made for other shapes.
     """
+    plan = None
     if isinstance(mask, PreparedMask):
         _check_fit(mask, query_shape, key_shape, is_causal)
+        if mask.is_causal == is_causal and seqlens_k is None:
+            plan = mask.plan
         mask = mask.mask if mask.intervals is None else mask.intervals
     if isinstance(mask, KeyIntervals):
-        return None, mask.begin, mask.end, mask.window_size
+        return Visibility(None, seqlens_k, mask.begin, mask.end, plan, is_causal, mask.window_size)
     if mask is not None and len(query_shape) == len(key_shape) == 4:
         warn_of_two_readings("mask", mask, query_shape[0], query_shape[1], key_shape[1])
-    return mask, None, None, 0
-
-
-def plan_of(
-    mask: Tensor | KeyIntervals | PreparedMask | None, is_causal: bool, seqlens_k: Tensor | None
-) -> Tensor | None:
-    """The plan that a call of such a mask can use, if there is one."""
-    if isinstance(mask, PreparedMask) and mask.is_causal == is_causal and seqlens_k is None:
-        return mask.plan
-    return None
+    return Visibility(mask=mask, seqlens_k=seqlens_k, plan=plan, is_causal=is_causal)
 
 
 def dense_mask(
@@ -212,8 +208,10 @@ def dense_mask(
     is_causal: bool,
 ) -> Tensor | None:
     """The mask as a bool tensor, for what knows nothing else."""
-    mask, begin, end, _ = split_mask(mask, query_shape, key_shape, is_causal)
-    return mask if begin is None else KeyIntervals(begin, end).dense_mask(query_shape[1])
+    seen = visibility_of(mask, query_shape, key_shape, is_causal)
+    if seen.interval_begin is None:
+        return seen.mask
+    return KeyIntervals(seen.interval_begin, seen.interval_end).dense_mask(query_shape[1])
 
 
 def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequence[int], is_causal: bool) -> None:
@@ -247,11 +245,8 @@ def _make(
     batch, heads = prepared.shape
     one = torch.empty((), dtype=torch.bfloat16, device=prepared.device)
     query, key = (one.expand(batch, length, heads, 8) for length in (seqlen_q, seqlen_k))
-    bounds, window = (None, None), 0
-    if intervals is not None:
-        bounds, window = (intervals.begin, intervals.end), intervals.window_size
-    plan = _library.attention_plan(query, key, mask, None, *bounds, is_causal, window)
-    return replace(prepared, plan=plan)
+    visibility = visibility_of(prepared, query.shape, key.shape, is_causal)
+    return replace(prepared, plan=_library.attention_plan(query, key, visibility))
 
 
 def _without_broadcast(tensor: Tensor) -> Tensor:

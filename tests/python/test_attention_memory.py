@@ -153,28 +153,27 @@ query, key = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 1, 8)
 mask, bias = torch.rand(1, 1, 6, 6) < 0.5, torch.randn(1, 2, 1, 6)
 lengths, scores = torch.tensor([5], dtype=torch.int32), torch.randn(1, 1, 6)
 bounds = torch.zeros(1, 1, 6, dtype=torch.int32), torch.full((1, 1, 6), 6, dtype=torch.int32)
-options = None, 0.0, True, False
-tensors = query, key, key, mask, bias, lengths, *bounds, None
-out, lse, row_stats = operators.attention_forward(*tensors, *options)
+attended = key, bias, mask, lengths, *bounds, None, True, 0, None, 0.0, False
+out, lse, row_stats = operators.attention_forward(query, key, *attended)
 dout, dlse = torch.randn(1, 6, 2, 8), torch.randn(1, 2, 6)
-planned = query, key, mask, lengths, *bounds
+visibility = mask, lengths, *bounds, True, 0
 # How each is called, and how it is refused.
 wrong = torch.zeros(1, 6, 1, 4)
 calls = {
-    "attention_forward": (tensors + options, (query, wrong, *tensors[2:], *options)),
+    "attention_forward": ((query, key, *attended), (query, wrong, *attended)),
     "attention_backward": (
-        (dout, dlse, *tensors, out, lse, row_stats, *options, 0, True, True, True, True),
-        (dout, dlse, *tensors, out, lse[:, :1], row_stats, *options, 0, True, True, True, True),
+        (dout, dlse, out, lse, row_stats, query, key, *attended, True, True, True, True),
+        (dout, dlse, out, lse[:, :1], row_stats, query, key, *attended, True, True, True, True),
     ),
-    "attention_plan": ((*planned, True), (query, wrong, *planned[2:], True)),
+    "attention_plan": ((query, key, *visibility), (query, wrong, *visibility)),
     "select_keys": ((scores, 2, 6, True, None, lengths), (scores, -2, 6, True, None, lengths)),
     "mask_intervals": ((mask, True), (scores, True)),
-    "plan_report": ((*planned, True, False), (query, wrong, *planned[2:], True, False)),
-    "plan_chunks": ((*planned, True, 0, 0), (*planned, True, 0, 2)),
+    "plan_report": ((query, key, *visibility, False), (query, wrong, *visibility, False)),
+    "plan_chunks": ((query, key, *visibility, 0, 0), (query, key, *visibility, 0, 2)),
     "cpu_info": ((), None),
     "cuda_info": ((), None),
     "cuda_kernels": ((9, 0), (-1, 0)),
-    "cuda_plan_bytes": (planned, (query, wrong, *planned[2:])),
+    "cuda_plan_bytes": ((query, key, *visibility), (query, wrong, *visibility)),
 }
 every = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("flash_dmattn::")}
 assert every == {f"flash_dmattn::{name}" for name in calls}, every

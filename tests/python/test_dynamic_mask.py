@@ -11,14 +11,14 @@ import torch
 from cases import assert_near, assert_same_bits, bits, default_dtype, make_case, precise_dtype, run_library, to_device
 from compare import assert_case_close
 from flash_dmattn import KeyIntervals, attention, dynamic_mask_attention, flash_dmattn_func, select_keys
+from flash_dmattn._visibility import Visibility
 from flash_dmattn.flash_dmattn_interface import flash_dmattn_func_auto
+from operators import BACKWARD, FORWARD, backward_arguments, forward_arguments, forward_of
 from oracle import Case, reference
 from selecting import visible_keys
 from torch import Tensor
 from torch.library import opcheck
 
-FORWARD = torch.ops.flash_dmattn.attention_forward.default
-BACKWARD = torch.ops.flash_dmattn.attention_backward.default
 LEAVES = ("query", "key", "value", "bias")
 
 pytestmark = pytest.mark.devices("cpu", "cuda")
@@ -283,13 +283,18 @@ def test_intervals_of_other_shapes_are_refused(mask: KeyIntervals, message: str)
 @pytest.mark.devices("cpu")
 def test_operator_wants_both_bounds() -> None:
     query, begin = torch.zeros(1, 3, 2, 8), torch.zeros(1, 1, 3, dtype=torch.int32)
+
+    def forward(begin: Tensor | None, end: Tensor | None, window: int = 0) -> None:
+        visibility = Visibility(interval_begin=begin, interval_end=end, interval_window=window)
+        FORWARD(*forward_arguments(query, query, query, None, visibility))
+
     for bounds in ((begin, None), (None, begin)):
         with pytest.raises(ValueError, match=r"intervals\.(begin|end) must be given"):
-            FORWARD(query, query, query, None, None, None, *bounds, None, None, 0.0, False, False)
+            forward(*bounds)
     with pytest.raises(ValueError, match=r"intervals\.end must be int32; got intervals\.end int64"):
-        FORWARD(query, query, query, None, None, None, begin, begin.long(), None, None, 0.0, False, False)
+        forward(begin, begin.long())
     with pytest.raises(ValueError, match=r"intervals\.window_size must be at least 0; got -1"):
-        FORWARD(query, query, query, None, None, None, begin, begin, None, None, 0.0, False, False, -1)
+        forward(begin, begin, -1)
 
 
 # ---- With the rest of PyTorch
@@ -300,13 +305,13 @@ def test_opcheck_with_intervals(with_mask: bool) -> None:
     case = make_case(rows=5, keys=7, head_dim=4, dtype=precise_dtype(), bias=(2, 2, 7))
     intervals = select_keys(case.bias, 3, seqlen_q=5)
     mask = torch.rand(2, 1, 5, 7) < 0.7 if with_mask else None
-    tensors = (case.query, case.key, case.value, mask, case.bias, None, intervals.begin, intervals.end, None)
-    options = (None, 0.0, True, False, 3)
-    leaves = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
+    visibility = Visibility(mask, None, intervals.begin, intervals.end, None, True, 3)
+    arguments = forward_of(case, visibility)
+    leaves = [t.requires_grad_() if torch.is_tensor(t) and t.is_floating_point() else t for t in arguments]
     tolerance = {} if case.query.dtype == torch.float64 else {"atol": 3e-2, "rtol": 3e-2}
-    opcheck(FORWARD, (*leaves, *options), **tolerance)
-    tensors = [t if t is None else t.detach() for t in tensors]
-    arguments = (case.dout, None, *tensors, *FORWARD(*tensors, *options), *options, True, True, True, True)
+    opcheck(FORWARD, tuple(leaves), **tolerance)
+    arguments = tuple(t.detach() if torch.is_tensor(t) else t for t in arguments)
+    arguments = backward_arguments(case.dout, None, FORWARD(*arguments), arguments)
     opcheck(BACKWARD, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

@@ -23,11 +23,11 @@ from flash_dmattn import (
 )
 from flash_dmattn.flash_dmattn_triton import triton_dmattn_func
 from flash_dmattn.utils.mask import block_smooth, create_mask, topk_indices, topk_mask
+from operators import BACKWARD, FORWARD, backward_arguments, changed, forward_arguments
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-FORWARD = torch.ops.flash_dmattn.attention_forward.default
-BACKWARD = torch.ops.flash_dmattn.attention_backward.default
+NO_BIAS = (True, True, True, False)  # gradients that are needed
 INF, NAN = float("inf"), float("nan")
 
 
@@ -155,24 +155,7 @@ def test_sizes_are_refused_before_anything_is_copied() -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         attention(query, key, key)
     with pytest.raises(ValueError, match=re.escape(message)):
-        BACKWARD(
-            query,
-            None,
-            query,
-            key,
-            key,
-            *(None,) * 6,
-            query,
-            query,
-            query,
-            None,
-            0.0,
-            False,
-            False,
-            0,
-            *(True,) * 3,
-            False,
-        )
+        BACKWARD(*backward_arguments(query, None, (query,) * 3, forward_arguments(query, key, key), NO_BIAS))
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -375,32 +358,34 @@ def test_every_kind_of_real_number_is_a_scale(scale: object) -> None:
 
 
 BACKWARD_ERRORS = {
-    "dout shape": (0, torch.zeros(2, 3, 4, 7), "dout must have the shape (B, Sq, H, D) = (2, 3, 4, 8)"),
-    "dout dtype": (0, torch.zeros(2, 3, 4, 8).half(), "dout must be float32; got dout float16"),
-    "dout scalar": (0, torch.zeros(()), "dout must have 1 to 4 dimensions"),
-    "dlse shape": (1, torch.zeros(2, 4, 4), "dlse must have the shape (B, H, Sq) = (2, 4, 3); got dlse (2, 4, 4)"),
-    "dlse dtype": (1, torch.zeros(2, 4, 3).double(), "dlse must be float32; got dlse float64"),
-    "plan dtype": (10, torch.zeros(64), "plan must be contiguous uint8 with 1 dimension; got plan float32 with 1"),
-    "plan rank": (10, torch.zeros(8, 8).byte(), "with 1 dimension; got plan uint8 with 2 dimensions"),
-    "plan stride": (10, torch.zeros(128).byte()[::2], "plan must be contiguous uint8 with 1 dimension"),
-    "plan alignment": (10, torch.zeros(65).byte()[1:], "plan must be aligned to 64 bytes; got plan unaligned"),
-    "out shape": (11, torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
-    "lse shape": (12, torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
-    "row_stats shape": (13, torch.zeros(2, 4, 3), "row_stats must have 4 dimensions; got row_stats (2, 4, 3)"),
-    "row_stats dtype": (13, torch.zeros(2, 4, 3, 2).half(), "row_stats must be float32; got row_stats float16"),
-    "key shape": (3, torch.zeros(2, 5, 2, 4), "key must have query's head dim"),
+    "dout shape": ("dout", torch.zeros(2, 3, 4, 7), "dout must have the shape (B, Sq, H, D) = (2, 3, 4, 8)"),
+    "dout dtype": ("dout", torch.zeros(2, 3, 4, 8).half(), "dout must be float32; got dout float16"),
+    "dout scalar": ("dout", torch.zeros(()), "dout must have 1 to 4 dimensions"),
+    "dlse shape": ("dlse", torch.zeros(2, 4, 4), "dlse must have the shape (B, H, Sq) = (2, 4, 3); got dlse (2, 4, 4)"),
+    "dlse dtype": ("dlse", torch.zeros(2, 4, 3).double(), "dlse must be float32; got dlse float64"),
+    "plan dtype": ("plan", torch.zeros(64), "plan must be contiguous uint8 with 1 dimension; got plan float32 with 1"),
+    "plan rank": ("plan", torch.zeros(8, 8).byte(), "with 1 dimension; got plan uint8 with 2 dimensions"),
+    "plan stride": ("plan", torch.zeros(128).byte()[::2], "plan must be contiguous uint8 with 1 dimension"),
+    "plan alignment": ("plan", torch.zeros(65).byte()[1:], "plan must be aligned to 64 bytes; got plan unaligned"),
+    "out shape": ("out", torch.zeros(2, 3, 8), "out must have 4 dimensions; got out (2, 3, 8)"),
+    "lse shape": ("lse", torch.zeros(2, 3, 4), "lse must have the shape (B, H, Sq) = (2, 4, 3); got lse (2, 3, 4)"),
+    "row_stats shape": ("row_stats", torch.zeros(2, 4, 3), "row_stats must have 4 dimensions; got row_stats (2, 4, 3)"),
+    "row_stats dtype": (
+        "row_stats",
+        torch.zeros(2, 4, 3, 2).half(),
+        "row_stats must be float32; got row_stats float16",
+    ),
+    "key shape": ("key", torch.zeros(2, 5, 2, 4), "key must have query's head dim"),
 }
 
 
-@pytest.mark.parametrize(("position", "tensor", "message"), BACKWARD_ERRORS.values(), ids=BACKWARD_ERRORS.keys())
-def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, message: str) -> None:
-    query, key, value = inputs().values()
-    options = (None, 0.0, False, False)
-    results = FORWARD(query, key, value, *(None,) * 6, *options)
-    arguments = [torch.zeros_like(results[0]), None, query, key, value, *(None,) * 6, *results, *options, 0]
-    arguments[position] = tensor
+@pytest.mark.parametrize(("name", "tensor", "message"), BACKWARD_ERRORS.values(), ids=BACKWARD_ERRORS.keys())
+def test_backward_operator_checks_its_arguments(name: str, tensor: Tensor, message: str) -> None:
+    forward = forward_arguments(**inputs())
+    results = FORWARD(*forward)
+    arguments = backward_arguments(torch.zeros_like(results[0]), None, results, forward, NO_BIAS)
     with pytest.raises(ValueError, match=re.escape(message)):
-        BACKWARD(*arguments, True, True, True, False)
+        BACKWARD(*changed(BACKWARD, arguments, **{name: tensor}))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -408,4 +393,4 @@ def test_backward_operator_checks_its_arguments(position: int, tensor: Tensor, m
 def test_none_for_a_tensor_in_a_direct_call(name: str, device: str) -> None:
     tensors = [None if other == name else tensor.to(device) for other, tensor in inputs().items()]
     with pytest.raises((TypeError, ValueError), match=f"{name} must be a"):
-        FORWARD(*tensors, *(None,) * 7, 0.0, False, False)
+        FORWARD(*forward_arguments(*tensors))

@@ -28,6 +28,7 @@ from flash_dmattn import (
 from flash_dmattn.utils.mask import topk_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import BACKWARD, FORWARD, recording
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils import _pytree as pytree
@@ -288,16 +289,8 @@ def test_is_loaded_as_weights_only(make: Callable, kind: str, is_causal: bool) -
 def recorded_plans(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """The plans that forwards and backwards are called with."""
     plans = []
-
-    def record(operator: Callable, position: int) -> Callable:
-        def call(*arguments: object) -> tuple[Tensor, ...]:
-            plans.append(arguments[position])
-            return operator(*arguments)
-
-        return call
-
-    monkeypatch.setattr(_library, "_forward_op", record(_library._forward_op, 8))
-    monkeypatch.setattr(_library, "_backward_op", record(_library._backward_op, 10))
+    monkeypatch.setattr(_library, "_forward_op", recording(FORWARD, "plan", plans))
+    monkeypatch.setattr(_library, "_backward_op", recording(BACKWARD, "plan", plans))
     return plans
 
 

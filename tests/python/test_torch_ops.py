@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: registration, gradients, compilation, autocast."""
+"""The operators as PyTorch sees them: registration, gradients, autocast."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cases import assert_near, make_case, precise_dtype
+from cases import assert_near
 from flash_dmattn import _library, attention
+from flash_dmattn._visibility import Visibility, argument_names, leading_tensors, shown_name
+from operators import (
+    BACKWARD,
+    FORWARD,
+    PLAN,
+    backward_of,
+    changed,
+    forward_of,
+    planned_arguments,
+    recording,
+    visibility_of,
+)
 from oracle import Case, reference
 from torch import Tensor
 from torch.func import jvp
 from torch.library import opcheck
-
-FORWARD = torch.ops.flash_dmattn.attention_forward.default
-BACKWARD = torch.ops.flash_dmattn.attention_backward.default
-PLAN = torch.ops.flash_dmattn.attention_plan.default
+from torch_cases import call, leaves_of, small_case
 
 pytestmark = pytest.mark.devices("cpu", "cuda")
 FORMS = [  # shapes of a mask or bias for B 2, H 4, Hkv 2, Sq 5, Sk 7
@@ -32,36 +41,33 @@ FORMS = [  # shapes of a mask or bias for B 2, H 4, Hkv 2, Sq 5, Sk 7
 ]
 
 
-def small_case(**options: object) -> Case:
-    settings = {"batch": 2, "heads": 4, "key_heads": 2, "rows": 5, "keys": 7, "head_dim": 4}
-    return make_case(**({"dtype": precise_dtype()} | settings | options))
-
-
-def leaves_of(case: Case) -> list[Tensor]:
-    return [t.requires_grad_() for t in (case.query, case.key, case.value, case.bias) if t is not None]
-
-
-def call(case: Case, **others: object) -> tuple[Tensor, Tensor]:
-    settings = {"mask": case.mask, "bias": case.bias, "return_lse": True} | case.options | others
-    return attention(case.query, case.key, case.value, **settings)
-
-
-def forward_arguments(case: Case) -> tuple[object, ...]:
-    options = case.options
-    return (
-        *(case.query, case.key, case.value, case.mask, case.bias, options.get("seqlens_k"), None, None, None),
-        *(options.get("scale"), options.get("softcap", 0.0), options.get("is_causal", False), False),
-    )
-
-
-def backward_arguments(case: Case, *needs: bool) -> tuple[object, ...]:
-    *tensors, scale, softcap, is_causal, deterministic = forward_arguments(case)
-    results = (result.detach() for result in FORWARD(*forward_arguments(case)))
-    settings = (scale, softcap, is_causal, deterministic, 0)
-    return (case.dout, case.dlse, *tensors, *results, *settings, *needs)
-
-
 # ---- Registration
+
+FIELDS = Visibility._fields
+PLANNED_FIELDS = tuple(name for name in FIELDS if name != "plan")
+FORWARD_NAMES = ("query", "key", "value", "bias", *FIELDS, "scale", "softcap", "deterministic")
+ARGUMENTS = {
+    "attention_forward": FORWARD_NAMES,
+    "attention_backward": (
+        *("dout", "dlse", "out", "lse", "row_stats", *FORWARD_NAMES),
+        *("needs_dquery", "needs_dkey", "needs_dvalue", "needs_dbias"),
+    ),
+    "attention_plan": ("query", "key", *PLANNED_FIELDS),
+    "plan_report": ("query", "key", *PLANNED_FIELDS, "deterministic"),
+    "plan_chunks": ("query", "key", *PLANNED_FIELDS, "batch", "head"),
+    "cuda_plan_bytes": ("query", "key", *PLANNED_FIELDS),
+}
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize(("name", "expected"), ARGUMENTS.items(), ids=ARGUMENTS.keys())
+def test_operators_take_visibility_side_by_side(name: str, expected: tuple[str, ...]) -> None:
+    """And tensors before all others, as the rules of autograd and devices take them."""
+    operator = getattr(torch.ops.flash_dmattn, name).default
+    assert argument_names(operator) == expected
+    tensors = [argument.name for argument in operator._schema.arguments if "Tensor" in str(argument.type)]
+    assert leading_tensors(operator) == tuple(shown_name(name) for name in tensors)
+
 
 OPCHECK_CASES = {
     "plain": {},
@@ -80,7 +86,7 @@ def test_opcheck_forward(options: dict, requires_grad: bool) -> None:
         leaves_of(case)
     # Low precision differs between the traced and the eager graph by rounding of the sums only.
     tolerance = {} if case.query.dtype == torch.float64 else {"atol": 3e-2, "rtol": 3e-2}
-    opcheck(FORWARD, forward_arguments(case), **tolerance)
+    opcheck(FORWARD, forward_of(case), **tolerance)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True, True), (False, True, False, False), (False, False, False, True)])
@@ -89,13 +95,7 @@ def test_opcheck_backward(needs: tuple[bool, ...], with_dlse: bool) -> None:
     case = small_case(mask=(1, 1, 5, 7), bias=(1, 2, 1, 7), with_dlse=with_dlse)
     # Not test_aot_dispatch_dynamic, which differentiates: a second derivative is refused.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(BACKWARD, backward_arguments(case, *needs), test_utils=utils)
-
-
-def planned_arguments(case: Case) -> tuple[object, ...]:
-    """What attention_plan takes."""
-    options = case.options
-    return case.query, case.key, case.mask, options.get("seqlens_k"), None, None, options.get("is_causal", False)
+    opcheck(BACKWARD, backward_of(case, *needs), test_utils=utils)
 
 
 PLANNED_CASES = {
@@ -110,11 +110,12 @@ PLANNED_CASES = {
 def test_opcheck_with_a_plan(options: dict) -> None:
     case = small_case(bias=(2, 2, 7), **options)
     # Not what compares its bytes: those between the end of a list and its room are never written.
-    opcheck(PLAN, planned_arguments(case), test_utils=("test_schema", "test_faketensor"))
-    plan = PLAN(*planned_arguments(case))
+    planned = planned_arguments(case.query, case.key, visibility_of(case))
+    opcheck(PLAN, planned, test_utils=("test_schema", "test_faketensor"))
+    plan = PLAN(*planned)
     assert plan.dtype == torch.uint8 and (plan.numel() > 0) == (plan.is_cuda and case.mask is not None)
-    forward, backward = (list(f(case)) for f in (forward_arguments, lambda case: backward_arguments(case, *[True] * 4)))
-    forward[8] = backward[10] = plan
+    forward = changed(FORWARD, forward_of(case), plan=plan)
+    backward = changed(BACKWARD, backward_of(case, True, True, True, True), plan=plan)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(BACKWARD, tuple(backward), test_utils=utils)
     leaves_of(case)
@@ -122,12 +123,11 @@ def test_opcheck_with_a_plan(options: dict) -> None:
     opcheck(FORWARD, tuple(forward), **tolerance)
 
 
-@pytest.mark.parametrize(("position", "rank"), [(0, 3), (1, 3), (2, 1)])
-def test_plans_of_wrong_shapes_are_refused(position: int, rank: int) -> None:
+@pytest.mark.parametrize(("name", "rank"), [("query", 3), ("key", 3), ("mask", 1)])
+def test_plans_of_wrong_shapes_are_refused(name: str, rank: int) -> None:
     case = small_case(mask=(5, 7))
-    arguments = list(planned_arguments(case))
-    name = ("query", "key", "mask")[position]
-    arguments[position] = arguments[position].new_ones((2,) * rank)
+    arguments = planned_arguments(case.query, case.key, visibility_of(case))
+    arguments = changed(PLAN, arguments, **{name: getattr(case, name).new_ones((2,) * rank)})
     for device in (arguments[0].device, "meta"):
         moved = [argument.to(device) if torch.is_tensor(argument) else argument for argument in arguments]
         with pytest.raises(ValueError, match=f"{name} must have .*4 dimensions; got {name}"):
@@ -137,17 +137,17 @@ def test_plans_of_wrong_shapes_are_refused(position: int, rank: int) -> None:
 def test_gradients_not_asked_for_are_not_computed() -> None:
     case = small_case(bias=(5, 7))
     for needs in itertools.product([False, True], repeat=4):
-        gradients = BACKWARD(*backward_arguments(case, *needs))
+        gradients = BACKWARD(*backward_of(case, *needs))
         assert [gradient.numel() > 0 for gradient in gradients] == list(needs)
     case.bias = None
     with pytest.raises(ValueError, match="needs_dbias needs a bias; got no bias"):
-        BACKWARD(*backward_arguments(case, False, False, False, True))
+        BACKWARD(*backward_of(case, False, False, False, True))
 
 
 def test_results_share_no_memory() -> None:
     case = small_case(bias=(5, 7))
-    arguments = backward_arguments(case, True, True, True, True)
-    tensors = [t for t in (*arguments, *FORWARD(*forward_arguments(case)), *BACKWARD(*arguments)) if torch.is_tensor(t)]
+    arguments = backward_of(case, True, True, True, True)
+    tensors = [t for t in (*arguments, *FORWARD(*forward_of(case)), *BACKWARD(*arguments)) if torch.is_tensor(t)]
     addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     assert len(set(addresses)) == len(addresses)
 
@@ -329,12 +329,7 @@ def test_without_gradients_nothing_is_recorded(mode: Callable) -> None:
 def recorded_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """The deterministic argument of every forward call."""
     flags = []
-
-    def record(*arguments: object) -> tuple[Tensor, ...]:
-        flags.append(arguments[12])
-        return FORWARD(*arguments)
-
-    monkeypatch.setattr(_library, "_forward_op", record)
+    monkeypatch.setattr(_library, "_forward_op", recording(FORWARD, "deterministic", flags))
     yield flags
     torch.use_deterministic_algorithms(False)
 
@@ -348,121 +343,6 @@ def test_deterministic_follows_torch(recorded_flags: list[bool]) -> None:
     torch.use_deterministic_algorithms(False)
     call(case, deterministic=True)
     assert recorded_flags == [False, True, False, True]
-
-
-# ---- torch.compile
-
-
-class CountingBackend:
-    """Counts how often torch.compile compiles."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        self.count += 1
-        return aot_eager(graph, inputs)
-
-
-@pytest.fixture
-def backend() -> Iterator[CountingBackend]:
-    torch._dynamo.reset()
-    yield CountingBackend()
-    torch._dynamo.reset()
-
-
-def with_gradients(function: Callable[[Case], tuple[Tensor, Tensor]], case: Case) -> list[Tensor]:
-    leaves = leaves_of(case)
-    out, lse = function(case)
-    loss = (out * case.dout).sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
-
-
-@pytest.mark.parametrize("mask", ["full", "row", "key", "per_key", "one"])
-def test_compiles_once_for_all_lengths(backend: CountingBackend, mask: str) -> None:
-    @torch.compile(fullgraph=True, backend=backend)
-    def compiled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, seqlens_k: Tensor):
-        settings = {"mask": mask, "bias": bias, "seqlens_k": seqlens_k, "is_causal": True, "return_lse": True}
-        return attention(query, key, value, **settings)
-
-    sizes = [(2, 5, 7), (3, 6, 9), (4, 7, 8), (5, 9, 16), (6, 4, 4), (2, 3, 17)]
-    for batch, rows, keys in sizes:
-        shapes = {"full": (batch, 4, rows, keys), "row": (1, 1, rows, 1), "key": (batch, 1, 1, keys)}
-        shape = (shapes | {"per_key": (batch, 2, keys), "one": (1, 1, 1, 1)})[mask]
-        bias = (1, 2, rows, keys)
-        seqlens_k = torch.randint(1, keys, (batch,), dtype=torch.int32)
-        case = small_case(batch=batch, rows=rows, keys=keys, mask=shape, bias=bias, density=0.8)
-
-        def run(case: Case, function: Callable, seqlens_k: Tensor = seqlens_k) -> tuple[Tensor, Tensor]:
-            return function(case.query, case.key, case.value, case.mask, case.bias, seqlens_k)
-
-        def eager(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-            names = ("mask", "bias", "seqlens_k")
-            named = dict(zip(names, arguments[3:], strict=True))
-            return attention(*arguments[:3], **named, is_causal=True, return_lse=True)
-
-        results = with_gradients(lambda case, run=run: run(case, compiled), case)
-        expected = with_gradients(lambda case, run=run, eager=eager: run(case, eager), case)
-        for result, other in zip(results, expected, strict=True):
-            assert_near(result, other)
-    assert backend.count <= 2  # the first with fixed sizes, the second for every size
-
-
-def test_compiles_with_inductor() -> None:
-    torch._dynamo.reset()
-    case = small_case(bias=(1, 2, 5, 7), is_causal=True)
-    compiled = torch.compile(lambda query, key, value, bias: call(Case(query, key, value, case.dout, bias=bias)))
-
-    def run(case: Case) -> tuple[Tensor, Tensor]:
-        return compiled(case.query * 2, case.key, case.value, case.bias.exp())
-
-    def eager(case: Case) -> tuple[Tensor, Tensor]:
-        return call(Case(case.query * 2, case.key, case.value, case.dout, bias=case.bias.exp()))
-
-    for result, other in zip(with_gradients(run, case), with_gradients(eager, case), strict=True):
-        assert_near(result, other)
-    torch._dynamo.reset()
-
-
-def test_compiled_errors_stay_value_errors(backend: CountingBackend) -> None:
-    case = small_case()
-    compiled = torch.compile(attention, fullgraph=True, backend=backend)
-    with pytest.raises(ValueError, match=r"key must have query's head dim; got key \(2, 7, 2, 3\)"):
-        compiled(case.query, case.key[..., :3], case.value)
-
-
-def test_compiled_follows_the_deterministic_flag(backend: CountingBackend) -> None:
-    case = small_case()
-    compiled = torch.compile(attention, fullgraph=True, backend=backend)
-    compiled(case.query, case.key, case.value)
-    torch.use_deterministic_algorithms(True)
-    try:
-        compiled(case.query, case.key, case.value)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert backend.count == 2  # one graph for each value of the flag
-
-
-@pytest.mark.devices("cpu")
-def test_exports_with_a_dynamic_length() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, query: Tensor, mask: Tensor) -> Tensor:
-            return attention(query, query, query, mask=mask.expand(-1, 4, query.shape[1], query.shape[1]))
-
-    length = torch.export.Dim("length", min=2, max=64)
-    shapes = ({1: length}, {3: length})
-    example = (torch.randn(2, 5, 4, 8).double(), torch.rand(2, 1, 1, 5) < 0.7)
-    program = torch.export.export(Model(), example, dynamic_shapes=shapes)
-    other = (torch.randn(2, 9, 4, 8).double(), torch.rand(2, 1, 1, 9) < 0.7)
-    assert_near(program.module()(*other), Model()(*other))
-
-
-def test_meta_tensors_give_shapes() -> None:
-    out, lse = attention(*(torch.empty(2, 3, 4, 8, device="meta", dtype=torch.half),) * 3, return_lse=True)
-    assert (out.shape, out.dtype, out.device.type) == ((2, 3, 4, 8), torch.half, "meta")
-    assert (lse.shape, lse.dtype) == ((2, 4, 3), torch.float32)
 
 
 # ---- Autocast

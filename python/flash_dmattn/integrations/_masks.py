@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._device_plan import MOST_DECODE_ROWS
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals, select_keys
 from ..utils.mask import topk_mask
@@ -83,9 +84,6 @@ def _once(known: WeakTensorKeyDictionary, mask: Tensor, make: Callable[[Tensor],
     return found[1]
 
 
-_FEW_ROWS = 16  # docs/cuda.md, "Decode"
-
-
 def prepared_mask(mask: Tensor, rows: int) -> PreparedMask | KeyIntervals | Tensor:
     """What attention takes for a bool mask (B or 1, heads, Sq or 1, Sk) or for what `row_intervals` returned.
 
@@ -93,7 +91,7 @@ def prepared_mask(mask: Tensor, rows: int) -> PreparedMask | KeyIntervals | Tens
     few rows that attention makes no plan.
     """
     is_intervals = is_row_intervals(mask)
-    if torch.compiler.is_compiling() or rows <= _FEW_ROWS:
+    if torch.compiler.is_compiling() or rows <= MOST_DECODE_ROWS:
         return intervals_in(mask) if is_intervals else mask
 
     def prepare(mask: Tensor) -> PreparedMask:

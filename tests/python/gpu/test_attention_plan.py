@@ -10,15 +10,22 @@ import pytest
 import torch
 from cases import assert_near, assert_same_bits, make_case, run_library
 from flash_dmattn import KeyIntervals, _library, attention, prepare_mask, select_keys
+from flash_dmattn._device_plan import MOST_DECODE_ROWS, plan_size
+from flash_dmattn._visibility import Visibility
+from operators import (
+    BACKWARD,
+    FORWARD,
+    PLAN,
+    backward_arguments,
+    forward_arguments,
+    planned_arguments,
+    recording,
+)
 from oracle import Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.library import opcheck
-
-FORWARD = torch.ops.flash_dmattn.attention_forward.default
-BACKWARD = torch.ops.flash_dmattn.attention_backward.default
-PLAN = torch.ops.flash_dmattn.attention_plan.default
 
 pytestmark = pytest.mark.devices("cuda")
 needs_kernels = pytest.mark.skipif(_library.cuda_info().toolkit == 0, reason="the library was built without CUDA")
@@ -38,45 +45,48 @@ def bounds(*shape: int) -> tuple[Tensor, Tensor]:
     return intervals.begin, intervals.end
 
 
-# By name: mask, seqlens_k, intervals and is_causal, for B 2, H 4, Hkv 2.
-HIDDEN: dict[str, Callable[[], tuple]] = {
-    "mask": lambda: (random_mask(2, 4, ROWS, KEYS), None, None, None, False),
-    "mask of key heads": lambda: (random_mask(1, 2, ROWS, KEYS), None, None, None, True),
-    "mask of rows and keys": lambda: (random_mask(ROWS, KEYS), None, None, None, False),
-    "mask of rows": lambda: (random_mask(2, 1, ROWS, 1, density=0.5), None, None, None, False),
-    "expanded mask": lambda: (random_mask(2, 1, ROWS, KEYS).expand(2, 4, ROWS, KEYS), None, None, None, False),
-    "dense mask": lambda: (random_mask(1, 1, ROWS, KEYS, density=0.9), None, None, None, True),
-    "per key": lambda: (random_mask(2, 2, KEYS, density=0.3), None, None, None, True),
-    "lengths": lambda: (random_mask(1, 1, KEYS, density=0.3), lengths(), None, None, True),
-    "intervals": lambda: (None, None, *bounds(2, 2, KEYS), True),
-    "intervals of all": lambda: (None, lengths(), *bounds(1, 1, KEYS), True),
-    "both": lambda: (random_mask(2, 1, ROWS, KEYS, density=0.5), None, *bounds(1, 4, KEYS), True),
+def masked(mask: Tensor, is_causal: bool = False, seqlens_k: Tensor | None = None) -> Visibility:
+    return Visibility(mask=mask, seqlens_k=seqlens_k, is_causal=is_causal)
+
+
+# For B 2, H 4, Hkv 2.
+VISIBLE: dict[str, Callable[[], Visibility]] = {
+    "mask": lambda: masked(random_mask(2, 4, ROWS, KEYS)),
+    "mask of key heads": lambda: masked(random_mask(1, 2, ROWS, KEYS), True),
+    "mask of rows and keys": lambda: masked(random_mask(ROWS, KEYS)),
+    "mask of rows": lambda: masked(random_mask(2, 1, ROWS, 1, density=0.5)),
+    "expanded mask": lambda: masked(random_mask(2, 1, ROWS, KEYS).expand(2, 4, ROWS, KEYS)),
+    "dense mask": lambda: masked(random_mask(1, 1, ROWS, KEYS, density=0.9), True),
+    "per key": lambda: masked(random_mask(2, 2, KEYS, density=0.3), True),
+    "lengths": lambda: masked(random_mask(1, 1, KEYS, density=0.3), True, lengths()),
+    "intervals": lambda: Visibility(None, None, *bounds(2, 2, KEYS), None, True),
+    "intervals of all": lambda: Visibility(None, lengths(), *bounds(1, 1, KEYS), None, True),
+    "both": lambda: Visibility(random_mask(2, 1, ROWS, KEYS, density=0.5), None, *bounds(1, 4, KEYS), None, True),
 }
 
 
-def both_directions(case: Case, hidden: tuple, plan: Tensor | None) -> dict[str, Tensor]:
-    mask, seqlens_k, begin, end, is_causal, interval_window = (*hidden, 0)[:6]
-    tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, plan)
-    options = (None, 0.0, is_causal, True, interval_window)
-    results = FORWARD(*tensors, *options)
-    gradients = BACKWARD(case.dout, None, *tensors, *results, *options, True, True, True, True)
+def both_directions(case: Case, visibility: Visibility, plan: Tensor | None) -> dict[str, Tensor]:
+    visibility = visibility._replace(plan=plan)
+    forward = forward_arguments(case.query, case.key, case.value, case.bias, visibility, deterministic=True)
+    results = FORWARD(*forward)
+    gradients = BACKWARD(*backward_arguments(case.dout, None, results, forward))
     names = ("out", "lse", "row_stats", "dquery", "dkey", "dvalue", "dbias")
     return dict(zip(names, (*results, *gradients), strict=True))
 
 
-def plan_of(case: Case, hidden: tuple) -> Tensor:
-    return PLAN(case.query, case.key, *hidden)
+def plan_of(case: Case, visibility: Visibility) -> Tensor:
+    return PLAN(*planned_arguments(case.query, case.key, visibility))
 
 
-@pytest.mark.parametrize("make", HIDDEN.values(), ids=HIDDEN.keys())
-def test_a_plan_changes_no_bit(dtype: torch.dtype, make: Callable[[], tuple]) -> None:
+@pytest.mark.parametrize("make", VISIBLE.values(), ids=VISIBLE.keys())
+def test_a_plan_changes_no_bit(dtype: torch.dtype, make: Callable[[], Visibility]) -> None:
     case = make_case(2, 4, 2, ROWS, KEYS, 64, dtype=dtype, bias=(1, 2, KEYS))
-    hidden = make()
-    plan = plan_of(case, hidden)
-    assert plan.numel() == _library.plan_bytes(case.query, case.key, *hidden[:4])
-    expected = both_directions(case, hidden, None)
-    assert_same_bits(expected, both_directions(case, hidden, plan))
-    assert_same_bits(expected, both_directions(case, hidden, plan.clone()))  # it holds no pointers to itself
+    visibility = make()
+    plan = plan_of(case, visibility)
+    assert plan.numel() == plan_size(case.query, case.key, visibility)
+    expected = both_directions(case, visibility, None)
+    assert_same_bits(expected, both_directions(case, visibility, plan))
+    assert_same_bits(expected, both_directions(case, visibility, plan.clone()))  # it holds no pointers to itself
 
 
 @pytest.mark.parametrize("window", [50, 5000])
@@ -85,10 +95,10 @@ def test_long_lists(window: int) -> None:
     rows, keys = 1100, 30000
     case = make_case(1, 2, 1, rows, keys, 64, bias=(1, 1, keys))
     intervals = select_keys(torch.randn(1, 1, keys), window, seqlen_q=rows)
-    hidden = (None, None, intervals.begin, intervals.end, True)
-    plan = plan_of(case, hidden)
-    assert plan.numel() == _library.plan_bytes(case.query, case.key, *hidden[:4])
-    assert_same_bits(both_directions(case, hidden, None), both_directions(case, hidden, plan))
+    visibility = Visibility(None, None, intervals.begin, intervals.end, None, True)
+    plan = plan_of(case, visibility)
+    assert plan.numel() == plan_size(case.query, case.key, visibility)
+    assert_same_bits(both_directions(case, visibility, None), both_directions(case, visibility, plan))
 
 
 @pytest.mark.parametrize("said", [50, 2000, 5000])
@@ -97,14 +107,15 @@ def test_a_window_makes_plans_smaller(said: int) -> None:
     rows, keys = 1500, 30000
     case = make_case(1, 2, 1, rows, keys, 64, bias=(1, 1, keys))
     intervals = select_keys(torch.randn(1, 1, keys), 2000, seqlen_q=rows)
-    hidden = (None, None, intervals.begin, intervals.end, True)
-    plan, smaller = plan_of(case, hidden), plan_of(case, (*hidden, said))
-    assert smaller.numel() == _library.plan_bytes(case.query, case.key, *hidden[:4], said)
+    unsaid = Visibility(None, None, intervals.begin, intervals.end, None, True)
+    visibility = unsaid._replace(interval_window=said)
+    plan, smaller = plan_of(case, unsaid), plan_of(case, visibility)
+    assert smaller.numel() == plan_size(case.query, case.key, visibility)
     lists = [2 * 4 * capacity for capacity in (7552, -(-(said + 1024) // 128) * 128)]
     assert plan.numel() - smaller.numel() == lists[0] - lists[1]
-    expected = both_directions(case, hidden, None)
+    expected = both_directions(case, unsaid, None)
     for given in (smaller, None):
-        got = both_directions(case, (*hidden, said), given)
+        got = both_directions(case, visibility, given)
         if said == 50:  # in another order of keys
             for name, tensor in got.items():
                 torch.testing.assert_close(tensor, expected[name], atol=0.02, rtol=0.02)
@@ -112,68 +123,81 @@ def test_a_window_makes_plans_smaller(said: int) -> None:
             assert_same_bits(expected, got)
 
 
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rows", [1, MOST_DECODE_ROWS])
 def test_few_rows(rows: int) -> None:
     """The forward lists keys by itself and reads no plan; the backward does."""
     keys = 700
     case = make_case(2, 4, 2, rows, keys, 64, bias=(1, 2, keys))
-    hidden = (random_mask(2, 1, 1, keys, density=0.3), None, None, None, True)
-    plan = plan_of(case, hidden)
-    expected = both_directions(case, hidden, None)
-    assert_same_bits(expected, both_directions(case, hidden, plan))
-    tensors = (case.query, case.key, case.value, hidden[0], case.bias, None, None, None)
-    out, *_ = FORWARD(*tensors, torch.full_like(plan, 255), None, 0.0, True, True)
+    visibility = masked(random_mask(2, 1, 1, keys, density=0.3), True)
+    plan = plan_of(case, visibility)
+    expected = both_directions(case, visibility, None)
+    assert_same_bits(expected, both_directions(case, visibility, plan))
+    unread = visibility._replace(plan=torch.full_like(plan, 255))
+    out, *_ = FORWARD(*forward_arguments(case.query, case.key, case.value, case.bias, unread, deterministic=True))
     assert torch.equal(out, expected["out"])
+
+
+def peak_of(call: Callable) -> int:
+    """Bytes that a call asks for beside what is there."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    call()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
 @pytest.mark.parametrize("name", ["mask", "intervals"])
 def test_nothing_is_planned_again(name: str) -> None:
     """With a plan a call takes less scratch memory, by exactly what the plan holds."""
     case = make_case(2, 4, 2, ROWS, KEYS, 64, bias=(1, 2, KEYS))
-    mask, seqlens_k, begin, end, is_causal = hidden = HIDDEN[name]()
-    plan = plan_of(case, hidden)
-    options = (None, 0.0, is_causal, False, 0)
+    visibility = VISIBLE[name]()
+    plan = plan_of(case, visibility)
 
     def peaks(given: Tensor | None) -> list[int]:
-        tensors = (case.query, case.key, case.value, mask, case.bias, seqlens_k, begin, end, given)
-        results = FORWARD(*tensors, *options)
-        counted = []
-        for call in (
-            lambda: FORWARD(*tensors, *options),
-            lambda: BACKWARD(case.dout, None, *tensors, *results, *options, True, True, True, True),
-        ):
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-            call()
-            counted.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
-        return counted
+        forward = forward_arguments(case.query, case.key, case.value, case.bias, visibility._replace(plan=given))
+        backward = backward_arguments(case.dout, None, FORWARD(*forward), forward)
+        return [peak_of(lambda: FORWARD(*forward)), peak_of(lambda: BACKWARD(*backward))]
 
     for without, with_plan in zip(peaks(None), peaks(plan), strict=True):
         assert without - with_plan == plan.numel()
 
 
+@pytest.mark.parametrize("rows", [MOST_DECODE_ROWS, MOST_DECODE_ROWS + 1])
+def test_how_few_rows_need_no_plan(rows: int) -> None:
+    case = make_case(2, 4, 2, rows, KEYS, 64)
+    visibility = masked(random_mask(2, 1, KEYS))
+    plan = plan_of(case, visibility)
+
+    def peak(given: Tensor | None) -> int:
+        forward = forward_arguments(case.query, case.key, case.value, None, visibility._replace(plan=given))
+        return peak_of(lambda: FORWARD(*forward))
+
+    assert peak(None) - peak(plan) == (plan.numel() if rows > MOST_DECODE_ROWS else 0)
+
+
 def test_a_plan_of_another_size_is_refused() -> None:
     case = make_case(2, 4, 2, ROWS, KEYS, 64, bias=(1, 2, KEYS))
-    hidden = HIDDEN["mask of key heads"]()
-    plan = plan_of(case, hidden)
+    visibility = VISIBLE["mask of key heads"]()
+    plan = plan_of(case, visibility)
     for wrong in (plan[:-64], torch.cat([plan, plan])):
         with pytest.raises(
             ValueError, match=f"plan must have the {plan.numel()} bytes of a plan for this call; got plan"
         ):
-            both_directions(case, hidden, wrong)
+            both_directions(case, visibility, wrong)
     with pytest.raises(ValueError, match="plan must be on the device of query; got plan on cpu, query on cuda:0"):
-        both_directions(case, hidden, plan.cpu())
+        both_directions(case, visibility, plan.cpu())
 
 
 def test_opcheck() -> None:
     case = make_case(2, 4, 2, 40, 300, 32)
-    for hidden in (
-        (random_mask(2, 1, 40, 300), None, None, None, False),
-        (random_mask(1, 1, 1, 300).expand(2, 4, 40, 300), None, None, None, True),
-        (None, torch.tensor([300, 3], dtype=torch.int32), *(torch.zeros(1, 2, 300, dtype=torch.int32),) * 2, True),
-        (None, None, None, None, True),
+    bound = torch.zeros(1, 2, 300, dtype=torch.int32)
+    for visibility in (
+        masked(random_mask(2, 1, 40, 300)),
+        masked(random_mask(1, 1, 1, 300).expand(2, 4, 40, 300), True),
+        Visibility(None, torch.tensor([300, 3], dtype=torch.int32), bound, bound, None, True),
+        Visibility(is_causal=True),
     ):
-        opcheck(PLAN, (case.query, case.key, *hidden), test_utils=("test_schema", "test_faketensor"))
+        arguments = planned_arguments(case.query, case.key, visibility)
+        opcheck(PLAN, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 # ---- Calls that make their own
@@ -184,17 +208,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list]]:
     """The plans that were made, and those that forwards and backwards were called with."""
     plans: dict[str, list] = {"made": [], "forward": [], "backward": []}
 
-    def record(name: str, operator: Callable, position: int | None) -> Callable:
-        def call(*arguments: object) -> object:
-            result = operator(*arguments)
-            plans[name].append(result if position is None else arguments[position])
-            return result
-
-        return call
-
-    monkeypatch.setattr(_library, "_plan_op", record("made", PLAN, None))
-    monkeypatch.setattr(_library, "_forward_op", record("forward", FORWARD, 8))
-    monkeypatch.setattr(_library, "_backward_op", record("backward", BACKWARD, 10))
+    monkeypatch.setattr(_library, "_plan_op", recording(PLAN, None, plans["made"]))
+    monkeypatch.setattr(_library, "_forward_op", recording(FORWARD, "plan", plans["forward"]))
+    monkeypatch.setattr(_library, "_backward_op", recording(BACKWARD, "plan", plans["backward"]))
     return plans
 
 
@@ -205,16 +221,16 @@ def same_memory(left: Tensor, right: Tensor) -> bool:
 @pytest.mark.parametrize("name", ["mask", "intervals"])
 def test_the_backward_uses_the_plan_of_the_forward(name: str, recorded: dict[str, list]) -> None:
     case = make_case(2, 4, 2, ROWS, KEYS, 64)
-    mask, _, begin, end, is_causal = HIDDEN[name]()
-    mask = KeyIntervals(begin, end) if mask is None else mask
-    run_library(dataclasses.replace(case, mask=mask), is_causal=is_causal)
+    seen = VISIBLE[name]()
+    mask = KeyIntervals(seen.interval_begin, seen.interval_end) if seen.mask is None else seen.mask
+    run_library(dataclasses.replace(case, mask=mask), is_causal=seen.is_causal)
     (made,), (forward,), (backward,) = recorded.values()
     assert made.numel() > 0 and same_memory(made, forward) and same_memory(made, backward)
 
 
 def test_plans_that_nobody_needs_are_not_made(recorded: dict[str, list]) -> None:
     case = make_case(2, 4, 2, ROWS, KEYS, 64)
-    mask = HIDDEN["mask"]()[0]
+    mask = VISIBLE["mask"]().mask
     run_library(case, is_causal=True)  # arithmetic
     attention(case.query, case.key, case.value, mask=mask)  # no backward: the forward's own will do
     with torch.no_grad():
@@ -382,8 +398,8 @@ def any_view(shape: list[int], rank: int, dtype: torch.dtype, draw: random.Rando
     return torch.empty(1 + sum(sizes), dtype=dtype).as_strided(sizes, strides)
 
 
-def any_planned_call(draw: random.Random) -> tuple[Tensor | int | None, ...]:
-    """query, key, mask, seqlens_k, interval bounds and window, on both sides of all that the layout depends on."""
+def any_planned_call(draw: random.Random) -> tuple[Tensor, Tensor, Visibility]:
+    """query, key and what is seen, on both sides of all that the layout depends on."""
     key_heads, rows = draw.choice((1, 2, 4)), draw.choice((0, 1, 5, 64, 1023, 1024, 1025, 3000))
     batch, heads = draw.choice((0, 1, 2, 3)), key_heads * draw.choice((1, 2, 4))
     keys = draw.choice((0, 1, 7, 128, 129, 4095, 4097, 17000, 21000, 40000))
@@ -398,7 +414,8 @@ def any_planned_call(draw: random.Random) -> tuple[Tensor | int | None, ...]:
     if draw.choice((True, False)) or {begin.shape[2], end.shape[2]} != {keys}:  # a bound has every key
         begin = end = None
     seqlens_k = draw.choice((None, torch.zeros(batch).int(), torch.zeros(1).int().expand(batch)))
-    return query, key, mask, seqlens_k, begin, end, draw.choice((0, 1, 1000, 4000, 100000))
+    window = draw.choice((0, 1, 1000, 4000, 100000))
+    return query, key, Visibility(mask, seqlens_k, begin, end, None, False, window)
 
 
 @needs_kernels
@@ -407,8 +424,9 @@ def test_sizes_are_those_that_the_library_takes() -> None:
     draw, planned = random.Random(0), 0
     for _ in range(5000):
         call = any_planned_call(draw)
-        size = torch.ops.flash_dmattn.cuda_plan_bytes(*call)
-        assert size == _library.plan_bytes(*call), [(t.shape, t.stride()) if isinstance(t, Tensor) else t for t in call]
+        size, arguments = plan_size(*call), planned_arguments(*call)
+        described = [(t.shape, t.stride()) if isinstance(t, Tensor) else t for t in arguments]
+        assert size == torch.ops.flash_dmattn.cuda_plan_bytes(*arguments), described
         planned += size > 0
     assert planned > 1000
 
@@ -423,12 +441,13 @@ def test_a_plan_is_of_the_batch_and_heads_of_its_mask(batch: int, heads: int) ->
         (torch.empty(b, 1500, h, 8), torch.empty(b, 1700, k, 8)) for b, h, k in ((batch, heads, heads), (3, 8, 2))
     )
     bound = torch.zeros(batch, heads, 1700, dtype=torch.int32)
-    for mask, bounds in (
-        (torch.ones(batch, heads, 1500, 1700, dtype=torch.bool), (None, None)),
-        (torch.ones(batch, heads, 1700, dtype=torch.bool), (None, None)),
-        (None, (bound, bound)),
+    for visibility in (
+        masked(torch.ones(batch, heads, 1500, 1700, dtype=torch.bool)),
+        masked(torch.ones(batch, heads, 1700, dtype=torch.bool)),
+        Visibility(interval_begin=bound, interval_end=bound),
     ):
-        sizes = [torch.ops.flash_dmattn.cuda_plan_bytes(*shape, mask, None, *bounds) for shape in (own, full)]
+        calls = [planned_arguments(*shape, visibility) for shape in (own, full)]
+        sizes = [torch.ops.flash_dmattn.cuda_plan_bytes(*call) for call in calls]
         assert sizes[0] == sizes[1] > 0
 
 
@@ -439,6 +458,11 @@ def test_symbolic_sizes_need_no_guards(shape: tuple[int, ...], expanded: bool) -
     query, key = torch.empty(2, 1500, 4, 8), torch.empty(2, 7000, 2, 8)
     mask = torch.ones((), dtype=torch.bool).expand(shape) if expanded else torch.ones(shape, dtype=torch.bool)
     bound = torch.zeros(1, 2, 7000, dtype=torch.int32)
+
+    def plan_sizes(query: Tensor, key: Tensor, mask: Tensor, bound: Tensor) -> list[int]:
+        seen = masked(mask)
+        return [plan_size(query, key, v) for v in (seen, seen._replace(interval_begin=bound, interval_end=bound))]
+
     environment = ShapeEnv()
     with FakeTensorMode(shape_env=environment, static_shapes=False) as mode:
 
@@ -446,14 +470,7 @@ def test_symbolic_sizes_need_no_guards(shape: tuple[int, ...], expanded: bool) -
             sizes = [DimDynamic.STATIC if size == 1 else DimDynamic.DYNAMIC for size in tensor.shape]
             return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
-        fakes = [symbolic(tensor) for tensor in (query, key, mask, bound)]
-        sizes = [
-            _library.plan_bytes(*fakes[:3], None, None, None),
-            _library.plan_bytes(*fakes[:3], None, fakes[3], fakes[3]),
-        ]
+        sizes = plan_sizes(*map(symbolic, (query, key, mask, bound)))
     assert all(isinstance(size, torch.SymInt) for size in sizes) and not environment.guards
-    expected = [
-        _library.plan_bytes(query, key, mask, None, None, None),
-        _library.plan_bytes(query, key, mask, None, bound, bound),
-    ]
+    expected = plan_sizes(query, key, mask, bound)
     assert [size.node.hint for size in sizes] == expected

@@ -15,6 +15,7 @@ import torch
 from cases import assert_same_bits, make_case, poison_unseen, run_library
 from compare import assert_case_close
 from flash_dmattn import KeyIntervals, attention, plan_report, prepare_mask, select_keys
+from operators import FORWARD, forward_arguments
 from oracle import visibility
 from torch import Tensor
 
@@ -193,9 +194,8 @@ def test_tensors_on_different_devices_are_refused() -> None:
         attention(query, query, query, mask=mask)
     with pytest.raises(ValueError, match=r"key_mask must be on the device of scores; got key_mask on cpu"):
         select_keys(torch.zeros(1, 1, 3), 2, key_mask=mask[None])
-    operator = torch.ops.flash_dmattn.attention_forward.default
     with pytest.raises(ValueError, match=r"value must be on the device of query; got value on cpu, query on cuda:0"):
-        operator(query, query, query.cpu(), *(None,) * 7, 0.0, False, False)
+        FORWARD(*forward_arguments(query, query, query.cpu()))
 
 
 def test_which_gpus_have_kernels() -> None:

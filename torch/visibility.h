@@ -1,0 +1,36 @@
+// What a call lets each query see, as the operators take it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "tensors.h"
+
+namespace flash_dmattn::operators {
+
+// The fields of Visibility in python/flash_dmattn/_visibility.py, which documents them.
+struct VisibilityArguments {
+  std::optional<Tensor> mask, seqlens_k, interval_begin, interval_end;
+  bool is_causal = false;
+  std::int64_t interval_window = 0;
+  std::optional<Tensor> plan{};  // last, since operators that make a plan are given none
+
+  // By the names that callers know.
+  std::array<NamedTensor, 5> tensors() const {
+    return {{{"mask", mask},
+             {"seqlens_k", seqlens_k},
+             {"intervals.begin", interval_begin},
+             {"intervals.end", interval_end},
+             {"plan", plan}}};
+  }
+};
+
+// The same in a schema, side by side in every operator that takes them, and tensors first, as Python's rules expect.
+inline std::string visibility_schema(bool with_plan) {
+  return std::string("Tensor? mask, Tensor? seqlens_k, Tensor? interval_begin, Tensor? interval_end, ") +
+         (with_plan ? "Tensor? plan, " : "") + "bool is_causal, SymInt interval_window";
+}
+
+}  // namespace flash_dmattn::operators
