@@ -30,7 +30,7 @@ _CHUNK_UNITS = _CHUNK_ROWS // _UNIT_ROWS
 
 def plan_size(query: Tensor, key: Tensor, visibility: Visibility) -> int:
     """How many elements the operator attention_plan gives on a GPU: what PreparedVisibility::place in
-    src/cuda/prepared_visibility.cpp takes. In terms that symbolic sizes allow without guards."""
+    src/cuda/plan/prepared_visibility.cpp takes. In terms that symbolic sizes allow without guards."""
     batch, rows, heads = query.shape[:3]
     keys = key.shape[1]
     mask, seqlens_k = visibility.mask, visibility.seqlens_k

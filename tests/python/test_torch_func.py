@@ -85,6 +85,13 @@ def test_vmap_equals_a_loop(batch: int, in_dims: tuple, mask: tuple, bias: tuple
         assert_near(result, expected)
 
 
+def test_vmapped_lengths_are_one_a_batch_element() -> None:
+    """As without vmap: they are not broadcast as a mask is."""
+    query, seqlens_k = torch.randn(VMAP_SIZE, 2, 5, 4, 8, dtype=precise_dtype()), torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="seqlens_k must"):
+        vmap(lambda q: attention(q, q, q, seqlens_k=seqlens_k))(query)
+
+
 def test_vmap_within_grad() -> None:
     in_dims = (0, None, 0, None, None, None)
     tensors = mapped_inputs(in_dims, (5, 7), (1, 2, 1, 7), 2)

@@ -58,7 +58,7 @@ class PreparedVisibility {
   void arrange(const AttentionProblem& problem, Arena* arena);
   // All that is read of a plan, also of a problem that is computed without one: packed words and units, chunks, keys,
   // units and full units of tiles, tiles of units, one array after another. Where they lie follows from shapes and
-  // strides (python/flash_dmattn/_library.py counts their bytes, too).
+  // strides (python/flash_dmattn/_device_plan.py counts their bytes, too).
   void arrange_plan(const AttentionProblem& problem, Arena* arena);
   // What is read only while the plan is written.
   void arrange_staging(const AttentionProblem& problem, Arena* arena);

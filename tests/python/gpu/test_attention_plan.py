@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -204,7 +204,7 @@ def test_opcheck() -> None:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list]]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
     """The plans that were made, and those that forwards and backwards were called with."""
     plans: dict[str, list] = {"made": [], "forward": [], "backward": []}
 
