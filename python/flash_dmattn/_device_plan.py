@@ -29,7 +29,7 @@ _CHUNK_UNITS = _CHUNK_ROWS // _UNIT_ROWS
 
 
 def plan_size(query: Tensor, key: Tensor, visibility: Visibility) -> int:
-    """How many elements the operator attention_plan gives on a GPU: what PreparedVisibility::place in
+    """How many elements the operator attention_plan gives on a GPU: what PreparedVisibility::arrange_plan in
     src/cuda/plan/prepared_visibility.cpp takes. In terms that symbolic sizes allow without guards."""
     batch, rows, heads = query.shape[:3]
     keys = key.shape[1]
