@@ -69,10 +69,11 @@ test-sanitize: setup  ## C++ tests under AddressSanitizer and UBSan; GPU tests, 
 	@if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) --no-print-directory build; fi
 	@PY=$(PY) tools/sanitize_gpu.sh $(BUILD)
 
-lint: setup  ## check formatting and style
+lint: setup  ## check formatting, style and that no include goes up the layers
 	@clang-format --dry-run --Werror $(CPP_FILES)
 	@ruff check --quiet .
 	@ruff format --check --quiet .
+	@$(PY) tools/check_layers.py
 
 format: setup  ## format C++ and Python, fix what ruff can fix
 	@clang-format -i $(CPP_FILES)

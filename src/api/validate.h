@@ -1,12 +1,10 @@
 // The only place where arguments are checked.
 #pragma once
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
-#include "plan/mask_intervals.h"
-#include "selection/select_keys.h"
 
 namespace flash_dmattn::internal {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/executor.h"
 #include "flash_dmattn/plan.h"

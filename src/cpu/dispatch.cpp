@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "api/log.h"
+#include "core/log.h"
 #include "cpu/backend.h"
 #include "cpu/config.h"
 #include "cpu/workers.h"

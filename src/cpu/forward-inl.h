@@ -3,9 +3,9 @@
 
 #include <cmath>
 
+#include "core/arena.h"
 #include "cpu/kernel_set.h"
 #include "cpu/scores-inl.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cpu {
 namespace {

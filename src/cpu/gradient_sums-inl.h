@@ -2,9 +2,9 @@
 // units are taken in a fixed order, so that results do not depend on who finished first.
 #pragma once
 
+#include "core/arena.h"
 #include "cpu/schedule.h"
 #include "cpu/scores-inl.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cpu {
 namespace {

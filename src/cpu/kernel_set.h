@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "cpu/schedule.h"
 #include "flash_dmattn/attention.h"
 #include "plan/interval_index.h"

@@ -1,7 +1,7 @@
 // From products to attention scores, shared by forward and backward: scale, softcap, bias, visibility.
 #pragma once
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "cpu/config.h"
 #include "cpu/pack-inl.h"
 #include "cpu/simd-inl.h"

@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "api/problem.h"
+#include "core/arena.h"
+#include "core/problem.h"
 #include "cpu/kernel_set.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/executor.h"
-#include "plan/arena.h"
 #include "plan/interval_index.h"
 
 namespace flash_dmattn::internal::cpu {

@@ -2,12 +2,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include "core/arena.h"
 #include "cuda/attention/call.h"
 #include "cuda/device_kernels.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
 #include "cuda/selection/device_selection.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

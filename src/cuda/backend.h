@@ -5,11 +5,9 @@
 
 #include <cstddef>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/status.h"
-#include "plan/mask_intervals.h"
-#include "selection/select_keys.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <span>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "cuda/device_kernels.h"
 #include "flash_dmattn/status.h"
 

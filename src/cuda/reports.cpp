@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <string>
 
+#include "core/arena.h"
 #include "cuda/backend.h"
 #include "cuda/device_kernels.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/device_mask_intervals.h"
 #include "cuda/plan/make_plan.h"
 #include "cuda/plan/prepared_visibility.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "plan/arena.h"
+#include "core/arena.h"
 
 namespace flash_dmattn::internal {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "plan/bits.h"
 #include "plan/interval_index.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "plan/arena.h"
+#include "core/arena.h"
 
 namespace flash_dmattn::internal {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/problem.h"
 
 namespace flash_dmattn::internal {
 

@@ -5,7 +5,7 @@
 #include <functional>
 #include <type_traits>
 
-#include "plan/arena.h"
+#include "core/arena.h"
 #include "selection/rank.h"
 
 namespace flash_dmattn::internal {

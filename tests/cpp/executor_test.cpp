@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "api/thread_pool.h"
+#include "core/thread_pool.h"
 
 namespace flash_dmattn {
 namespace {

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "api/thread_pool.h"
 #include "attention_testing.h"
+#include "core/thread_pool.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"

@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/arena.h"
+#include "core/problem.h"
 #include "cuda/attention/params.h"
 #include "cuda/plan/prepared_visibility.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 

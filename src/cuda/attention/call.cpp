@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "api/log.h"
+#include "core/log.h"
 #include "cuda/attention/score_rule.h"
 
 namespace flash_dmattn::internal::cuda {

@@ -9,11 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/arena.h"
 #include "cuda/attention/head_dims.h"
 #include "cuda/attention/params.h"
 #include "cuda/device_kernels.h"
 #include "cuda/plan/prepared_visibility.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "cuda/plan/device_plan.h"
 #include "cuda/plan/visibility.h"
 

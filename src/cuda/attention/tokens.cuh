@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "cuda/attention/shared_tile.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 

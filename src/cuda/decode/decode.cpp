@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/arena.h"
 #include "cuda/attention/head_dims.h"
 #include "cuda/decode/config.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "api/problem.h"
+#include "core/problem.h"
 #include "cuda/attention/params.h"
 
 namespace flash_dmattn::internal::cuda {

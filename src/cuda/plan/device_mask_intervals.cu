@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "plan/arena.h"
+#include "core/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

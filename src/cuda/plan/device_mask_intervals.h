@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "plan/mask_intervals.h"
+#include "core/problem.h"
 
 namespace flash_dmattn::internal::cuda {
 

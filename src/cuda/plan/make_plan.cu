@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "core/arena.h"
 #include "cuda/plan/chunk_rules.cuh"
 #include "cuda/plan/visibility.cuh"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

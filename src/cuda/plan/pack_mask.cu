@@ -1,7 +1,7 @@
 #include "cuda/plan/pack_mask.h"
 #include "cuda/ptx/arithmetic.cuh"
 
-#include "plan/arena.h"
+#include "core/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

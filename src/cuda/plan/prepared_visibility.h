@@ -6,12 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/arena.h"
+#include "core/problem.h"
 #include "cuda/plan/device_plan.h"
 #include "cuda/plan/make_plan.h"
 #include "cuda/plan/visibility.h"
 #include "flash_dmattn/status.h"
-#include "plan/arena.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "api/problem.h"
+#include "core/problem.h"
 
 namespace flash_dmattn::internal::cuda {
 

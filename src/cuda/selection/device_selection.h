@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "selection/select_keys.h"
+#include "core/problem.h"
 
 namespace flash_dmattn::internal::cuda {
 

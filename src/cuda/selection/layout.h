@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "selection/select_keys.h"
+#include "core/problem.h"
 
 namespace flash_dmattn::internal::cuda {
 

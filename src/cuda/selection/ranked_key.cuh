@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/problem.h"
 #include "selection/rank.h"
-#include "selection/select_keys.h"
 
 namespace flash_dmattn::internal::cuda {
 

@@ -1,4 +1,4 @@
-#include "flash_dmattn/executor.h"
+#include "core/thread_pool.h"
 
 #include <pthread.h>
 #if defined(__linux__)
@@ -15,7 +15,7 @@
 #include <memory>
 #include <system_error>
 
-#include "api/thread_pool.h"
+#include "flash_dmattn/executor.h"
 
 namespace flash_dmattn {
 namespace internal {

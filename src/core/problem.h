@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/tensor.h"
 
 namespace flash_dmattn::internal {
 
@@ -74,6 +75,29 @@ struct BackwardProblem : AttentionProblem {
   std::int64_t dlse_batch_stride = 0, dlse_head_stride = 0, dlse_row_stride = 0;
   TokenView dquery, dkey, dvalue;  // contiguous; data null: not asked for
   BroadcastView dbias;             // contiguous in the bias's own shape; data null: not asked for
+};
+
+// Dynamic selection: which rows see a key, from one score for each.
+struct SelectionProblem {
+  std::int64_t batch = 0, heads = 0, keys = 0, rows = 0, window = 0;
+  bool causal = true;
+  const void* scores = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t score_strides[3] = {};  // batch, head, key; in elements
+  const std::uint8_t* key_mask = nullptr;
+  std::int64_t mask_strides[3] = {};  // 0 where broadcast
+  const std::int32_t* seqlens = nullptr;
+  std::int64_t seqlens_stride = 0;
+  std::int32_t *begin = nullptr, *end = nullptr;  // contiguous (batch, heads, keys)
+};
+
+// The intervals that say the same as a dense mask, if there are any.
+struct MaskIntervalsProblem {
+  std::int64_t batch = 0, heads = 0, rows = 0, keys = 0;
+  bool is_causal = false;
+  const std::uint8_t* mask = nullptr;
+  std::int64_t strides[4] = {};                   // batch, head, row, key
+  std::int32_t *begin = nullptr, *end = nullptr;  // contiguous (batch, heads, keys)
 };
 
 }  // namespace flash_dmattn::internal

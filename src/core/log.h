@@ -1,9 +1,9 @@
-// The lines that FLASH_DMATTN_LOG=1 asks for.
+// What backends share of the lines that FLASH_DMATTN_LOG=1 asks for.
 #pragma once
 
 #include <string>
 
-#include "api/problem.h"
+#include "core/problem.h"
 
 namespace flash_dmattn::internal {
 
