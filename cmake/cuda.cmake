@@ -122,6 +122,7 @@ set(cuda_sources
     src/cuda/attention/backward_scratch.cpp
     src/cuda/attention/call.cpp
     src/cuda/backend.cpp
+    src/cuda/backend_table.cpp
     src/cuda/decode/decode.cpp
     src/cuda/decode/family.cpp
     src/cuda/device_kernels.cpp

@@ -2,72 +2,58 @@
 
 #include <string>
 
+#include "api/backends.h"
 #include "api/public_call.h"
 #include "api/validate.h"
 #include "api/workspace.h"
-#include "cpu/backend.h"
-#include "cuda/backend.h"
 
 namespace flash_dmattn {
 namespace {
 
 using internal::AttentionProblem;
+using internal::Backend;
 using internal::BackwardProblem;
+using internal::BroadcastView;
+using internal::call_of;
+using internal::CallContext;
+using internal::find_backend;
 using internal::ForwardProblem;
+using internal::measure;
 
-Executor& executor_of(const AttentionContext& context) {
-  return context.executor != nullptr ? *context.executor : default_executor();
-}
-
-bool may_be_planned(const AttentionProblem& problem, const AttentionContext& context) {
-  return context.device.is_cuda() && !problem.empty() && problem.keys > 0;
-}
-
-Status plan_bytes(const AttentionProblem& problem, const AttentionContext& context, std::size_t* bytes) {
-  *bytes = 0;
-  return may_be_planned(problem, context) ? internal::cuda::attention_plan_bytes(problem, bytes) : Status();
-}
+// Where no score is computed no key is hidden.
+bool may_be_planned(const AttentionProblem& problem) { return !problem.empty() && problem.keys > 0; }
 
 // All that can be seen of a plan without waiting for it.
-Status check_plan(const AttentionProblem& problem, const AttentionContext& context) {
-  if (problem.plan == nullptr) return Status();
+Status check_plan(const Backend& backend, const AttentionProblem& problem, const CallContext& call) {
+  if (problem.plan == nullptr || !may_be_planned(problem)) return {};
   std::size_t needed = 0;
-  const Status status = plan_bytes(problem, context, &needed);
+  const Status status = measure(backend.attention_plan_bytes, problem, call, &needed);
   if (!status.ok() || needed == 0 || needed == problem.plan_bytes) return status;
   return Status::invalid("plan", "must have the " + std::to_string(needed) + " bytes of a plan for this call",
                          "plan of " + std::to_string(problem.plan_bytes) + " bytes");
 }
 
-Status forward_bytes(const AttentionProblem& problem, const AttentionContext& context, std::size_t* bytes) {
-  *bytes = 0;
-  if (problem.empty()) return Status();
-  if (Status status = check_plan(problem, context); !status.ok()) return status;
-  if (context.device.is_cuda()) return internal::cuda::forward_workspace(problem, bytes);
-  if (problem.dtype != DType::kFloat64) *bytes = internal::cpu::forward_workspace(problem, executor_of(context));
-  return Status();
+// Finds the backend and asks it whether it takes the problem.
+Status choose_backend(const AttentionProblem& problem, const AttentionContext& context, const Backend** backend) {
+  Status status = find_backend(context.device, problem.dtype, backend);
+  if (status.ok()) status = check_plan(**backend, problem, call_of(context));
+  return status.ok() && (*backend)->check != nullptr ? (*backend)->check(problem) : status;
 }
 
-// No query row: every gradient that is asked for is zero, and there is nothing to walk over.
-Status backward_bytes(const BackwardProblem& problem, const AttentionContext& context, std::size_t* bytes) {
-  *bytes = 0;
-  if (Status status = check_plan(problem, context); !status.ok()) return status;
-  if (context.device.is_cuda()) return internal::cuda::backward_workspace(problem, bytes);
-  if (problem.empty()) return Status();
-  if (problem.dtype != DType::kFloat64) *bytes = internal::cpu::backward_workspace(problem, executor_of(context));
-  return Status();
+// Zeroes what a contiguous tensor of so many elements holds.
+Status clear(const Backend& backend, void* data, std::int64_t elements, DType dtype, const CallContext& call) {
+  const std::size_t bytes = static_cast<std::size_t>(elements) * size_of(dtype);
+  return data == nullptr || bytes == 0 ? Status() : backend.clear(data, bytes, call);
 }
 
-// Zeroes a contiguous (B, S, heads, D) tensor.
-void clear(const internal::TokenView& view, std::int64_t elements, DType dtype) {
-  if (view.defined()) __builtin_memset(view.data, 0, static_cast<std::size_t>(elements) * size_of(dtype));
-}
-
-void clear_gradients(const BackwardProblem& problem) {
-  clear(problem.dquery, problem.batch * problem.rows * problem.heads * problem.head_dim, problem.dtype);
-  clear(problem.dkey, problem.batch * problem.keys * problem.key_heads * problem.head_dim, problem.dtype);
-  clear(problem.dvalue, problem.batch * problem.keys * problem.key_heads * problem.head_dim, problem.dtype);
-  const internal::BroadcastView& dbias = problem.dbias;
-  clear({dbias.data}, dbias.batches * dbias.heads * dbias.rows * dbias.keys, dbias.dtype);
+// Without a query row every gradient that is asked for is zero, and that of the queries has no elements.
+Status clear_gradients(const Backend& backend, const BackwardProblem& problem, const CallContext& call) {
+  const std::int64_t key_elements = problem.batch * problem.keys * problem.key_heads * problem.head_dim;
+  const BroadcastView& dbias = problem.dbias;
+  Status status = clear(backend, problem.dkey.data, key_elements, problem.dtype, call);
+  if (status.ok()) status = clear(backend, problem.dvalue.data, key_elements, problem.dtype, call);
+  if (!status.ok()) return status;
+  return clear(backend, dbias.data, dbias.batches * dbias.heads * dbias.rows * dbias.keys, dbias.dtype, call);
 }
 
 }  // namespace
@@ -76,8 +62,12 @@ Status attention_plan_bytes(const AttentionInputs& inputs, const AttentionOption
                             const AttentionContext& context, std::size_t* bytes) try {
   if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   AttentionProblem problem;
-  Status status = internal::make_planned_problem(inputs, options, &problem);
-  return status.ok() ? plan_bytes(problem, context, bytes) : status;
+  if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
+  *bytes = 0;
+  if (!may_be_planned(problem)) return {};
+  const Backend* backend = nullptr;
+  const Status status = find_backend(context.device, problem.dtype, &backend);
+  return status.ok() ? measure(backend->attention_plan_bytes, problem, call_of(context), bytes) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -88,7 +78,10 @@ Status attention_plan_workspace(const AttentionInputs& inputs, const AttentionOp
   AttentionProblem problem;
   if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
   *bytes = 0;
-  return may_be_planned(problem, context) ? internal::cuda::attention_plan_workspace(problem, bytes) : Status();
+  if (!may_be_planned(problem)) return {};
+  const Backend* backend = nullptr;
+  const Status status = find_backend(context.device, problem.dtype, &backend);
+  return status.ok() ? measure(backend->attention_plan_workspace, problem, call_of(context), bytes) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -100,14 +93,17 @@ Status make_attention_plan(const AttentionInputs& inputs, const AttentionOptions
   AttentionProblem problem;
   if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
   problem.plan = nullptr;
+  if (!may_be_planned(problem)) return {};
+  const CallContext call = call_of(context);
+  const Backend* backend = nullptr;
   std::size_t needed = 0, needed_workspace = 0;
-  Status status = plan_bytes(problem, context, &needed);
+  Status status = find_backend(context.device, problem.dtype, &backend);
+  if (status.ok()) status = measure(backend->attention_plan_bytes, problem, call, &needed);
   if (!status.ok() || needed == 0) return status;
   status = internal::check_memory("plan", plan, bytes, needed);
-  if (status.ok()) status = internal::cuda::attention_plan_workspace(problem, &needed_workspace);
+  if (status.ok()) status = measure(backend->attention_plan_workspace, problem, call, &needed_workspace);
   if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed_workspace);
-  if (!status.ok()) return status;
-  return internal::cuda::make_attention_plan(problem, plan, workspace, context.device.stream);
+  return status.ok() ? backend->make_attention_plan(problem, plan, workspace, call) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -116,8 +112,12 @@ Status attention_forward_workspace(const AttentionInputs& inputs, const Attentio
                                    const AttentionContext& context, std::size_t* bytes) try {
   if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   AttentionProblem problem;
-  Status status = internal::make_problem(inputs, options, &problem);
-  return status.ok() ? forward_bytes(problem, context, bytes) : status;
+  if (Status status = internal::make_problem(inputs, options, &problem); !status.ok()) return status;
+  *bytes = 0;
+  if (problem.empty()) return {};
+  const Backend* backend = nullptr;
+  const Status status = choose_backend(problem, context, &backend);
+  return status.ok() ? measure(backend->forward_workspace, problem, call_of(context), bytes) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -128,7 +128,12 @@ Status attention_backward_workspace(const AttentionInputs& inputs, const Attenti
   if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
   BackwardProblem problem;
   Status status = internal::make_backward_problem(inputs, cotangents, options, gradients, &problem);
-  return status.ok() ? backward_bytes(problem, context, bytes) : status;
+  if (!status.ok()) return status;
+  *bytes = 0;
+  const Backend* backend = nullptr;
+  status = choose_backend(problem, context, &backend);
+  if (!status.ok() || problem.empty()) return status;
+  return measure(backend->backward_workspace, problem, call_of(context), bytes);
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -139,18 +144,14 @@ Status attention_forward(const AttentionInputs& inputs, const AttentionOptions& 
   if (Status status = internal::check_device(context.device); !status.ok()) return status;
   ForwardProblem problem;
   if (Status status = internal::make_forward_problem(inputs, options, outputs, &problem); !status.ok()) return status;
-  if (problem.empty()) return Status();
+  if (problem.empty()) return {};
+  const CallContext call = call_of(context);
+  const Backend* backend = nullptr;
   std::size_t needed = 0;
-  Status status = forward_bytes(problem, context, &needed);
+  Status status = choose_backend(problem, context, &backend);
+  if (status.ok()) status = measure(backend->forward_workspace, problem, call, &needed);
   if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
-  if (!status.ok()) return status;
-  if (context.device.is_cuda()) return internal::cuda::forward(problem, workspace, context.device.stream);
-  if (problem.dtype == DType::kFloat64) {
-    internal::cpu::forward_fp64(problem, executor_of(context), context.counters);
-  } else {
-    internal::cpu::forward(problem, workspace, executor_of(context), context.counters);
-  }
-  return Status();
+  return status.ok() ? backend->forward(problem, workspace, call) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -160,22 +161,16 @@ Status attention_backward(const AttentionInputs& inputs, const AttentionCotangen
                           std::size_t workspace_bytes, const AttentionContext& context) try {
   if (Status status = internal::check_device(context.device); !status.ok()) return status;
   BackwardProblem problem;
-  if (Status status = internal::make_backward_problem(inputs, cotangents, options, gradients, &problem); !status.ok()) {
-    return status;
-  }
-  std::size_t needed = 0;
-  Status status = backward_bytes(problem, context, &needed);
-  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  Status status = internal::make_backward_problem(inputs, cotangents, options, gradients, &problem);
   if (!status.ok()) return status;
-  if (context.device.is_cuda()) return internal::cuda::backward(problem, workspace, context.device.stream);
-  if (problem.empty()) {
-    clear_gradients(problem);
-  } else if (problem.dtype == DType::kFloat64) {
-    internal::cpu::backward_fp64(problem, executor_of(context), context.counters);
-  } else {
-    internal::cpu::backward(problem, workspace, executor_of(context), context.counters);
-  }
-  return Status();
+  const CallContext call = call_of(context);
+  const Backend* backend = nullptr;
+  std::size_t needed = 0;
+  status = choose_backend(problem, context, &backend);
+  if (status.ok() && problem.empty()) return clear_gradients(*backend, problem, call);
+  if (status.ok()) status = measure(backend->backward_workspace, problem, call, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  return status.ok() ? backend->backward(problem, workspace, call) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }

@@ -4,22 +4,36 @@
 #include <utility>
 #include <vector>
 
+#include "api/backends.h"
 #include "api/public_call.h"
 #include "api/validate.h"
 #include "api/workspace.h"
-#include "cpu/backend.h"
-#include "cuda/backend.h"
-#include "plan/mask_intervals.h"
 
 namespace flash_dmattn {
 namespace {
 
 using internal::AttentionProblem;
+using internal::Backend;
+using internal::call_of;
+using internal::CallContext;
+using internal::find_backend;
 using internal::make_planned_problem;
+using internal::MaskIntervalsProblem;
+using internal::measure;
 
-template <typename Context>
-Executor& executor_of(const Context& context) {
-  return context.executor != nullptr ? *context.executor : default_executor();
+// The backend of a report and the memory that it needs.
+Status prepare_report(const AttentionProblem& problem, const AttentionContext& context, const Backend** backend,
+                      std::size_t* bytes) {
+  Status status = find_backend(context.device, problem.dtype, backend);
+  if (status.ok() && (*backend)->check != nullptr) status = (*backend)->check(problem);
+  return status.ok() ? measure((*backend)->plan_report_workspace, problem, call_of(context), bytes) : status;
+}
+
+// The same for the intervals of a mask.
+Status prepare_intervals(const MaskIntervalsProblem& problem, const SelectionContext& context, const Backend** backend,
+                         std::size_t* bytes) {
+  const Status status = find_backend(context.device, DType::kBool, backend);
+  return status.ok() ? measure((*backend)->mask_intervals_workspace, problem, call_of(context), bytes) : status;
 }
 
 Status check_index(const char* name, std::int64_t index, std::int64_t size) {
@@ -36,8 +50,8 @@ Status plan_report_workspace(const AttentionInputs& inputs, const AttentionOptio
   AttentionProblem problem;
   if (Status status = make_planned_problem(inputs, options, &problem); !status.ok()) return status;
   *bytes = 0;
-  if (!context.device.is_cuda() || problem.empty()) return {};
-  return internal::cuda::plan_report_workspace(problem, bytes);
+  const Backend* backend = nullptr;
+  return problem.empty() ? Status() : prepare_report(problem, context, &backend, bytes);
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -45,19 +59,21 @@ Status plan_report_workspace(const AttentionInputs& inputs, const AttentionOptio
 Status plan_report(const AttentionInputs& inputs, const AttentionOptions& options, PlanReport* report, void* workspace,
                    std::size_t workspace_bytes, const AttentionContext& context) try {
   if (Status status = internal::check_call(context.device, "report", report); !status.ok()) return status;
-  std::size_t needed = 0;
-  Status status = plan_report_workspace(inputs, options, context, &needed);
-  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
   AttentionProblem problem;
-  if (status.ok()) status = make_planned_problem(inputs, options, &problem);
+  if (Status status = make_planned_problem(inputs, options, &problem); !status.ok()) return status;
+  if (problem.empty()) {
+    *report = {};
+    report->backend = internal::name_of(context.device.kind);
+    report->rule = "nothing to compute";
+    return {};
+  }
+  const Backend* backend = nullptr;
+  std::size_t needed = 0;
+  Status status = prepare_report(problem, context, &backend, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
   if (!status.ok()) return status;
   *report = {};
-  report->backend = context.device.is_cuda() ? "cuda" : "cpu";
-  report->rule = "nothing to compute";
-  if (problem.empty()) return {};
-  if (context.device.is_cuda()) return internal::cuda::plan_report(problem, workspace, context.device.stream, report);
-  internal::cpu::plan_report(problem, executor_of(context), report);
-  return {};
+  return backend->plan_report(problem, workspace, call_of(context), report);
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -82,7 +98,12 @@ Status plan_chunks(const AttentionInputs& inputs, const AttentionOptions& option
   if (Status status = check_index("batch", batch, problem.batch); !status.ok()) return status;
   if (Status status = check_index("head", head, problem.heads); !status.ok()) return status;
   std::vector<PlannedChunk> planned;
-  if (!problem.empty()) internal::cpu::plan_chunks(problem, executor_of(context), batch, head, &planned);
+  if (!problem.empty()) {
+    const Backend* backend = nullptr;
+    Status status = find_backend(context.device, problem.dtype, &backend);
+    if (status.ok()) status = backend->plan_chunks(problem, batch, head, call_of(context), &planned);
+    if (!status.ok()) return status;
+  }
   *chunks = std::move(planned);
   return {};
 } catch (const std::exception& error) {
@@ -92,12 +113,12 @@ Status plan_chunks(const AttentionInputs& inputs, const AttentionOptions& option
 Status mask_intervals_workspace(const TensorView& mask, const KeyIntervals& intervals, const SelectionContext& context,
                                 std::size_t* bytes) try {
   if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
-  internal::MaskIntervalsProblem problem;
+  MaskIntervalsProblem problem;
+  const Backend* backend = nullptr;
   const KeyIntervals* given = intervals.defined() ? &intervals : nullptr;
-  Status status = internal::make_mask_intervals_problem(mask, given, &problem);
+  const Status status = internal::make_mask_intervals_problem(mask, given, &problem);
   *bytes = 0;
-  if (status.ok() && context.device.is_cuda()) status = internal::cuda::mask_intervals_workspace(problem, bytes);
-  return status;
+  return status.ok() ? prepare_intervals(problem, context, &backend, bytes) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -105,18 +126,14 @@ Status mask_intervals_workspace(const TensorView& mask, const KeyIntervals& inte
 Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals& intervals, bool* exact,
                       void* workspace, std::size_t workspace_bytes, const SelectionContext& context) try {
   if (Status status = internal::check_call(context.device, "exact", exact); !status.ok()) return status;
+  MaskIntervalsProblem problem;
+  const Backend* backend = nullptr;
   std::size_t needed = 0;
-  Status status = mask_intervals_workspace(mask, intervals, context, &needed);
-  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
-  internal::MaskIntervalsProblem problem;
-  if (status.ok()) status = internal::make_mask_intervals_problem(mask, &intervals, &problem);
-  if (!status.ok()) return status;
+  Status status = internal::make_mask_intervals_problem(mask, &intervals, &problem);
   problem.is_causal = is_causal;
-  if (context.device.is_cuda()) {
-    return internal::cuda::find_intervals_on_device(problem, workspace, context.device.stream, exact);
-  }
-  *exact = internal::find_intervals(problem, executor_of(context));
-  return {};
+  if (status.ok()) status = prepare_intervals(problem, context, &backend, &needed);
+  if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
+  return status.ok() ? backend->mask_intervals(problem, workspace, call_of(context), exact) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }

@@ -1,34 +1,20 @@
 #include "flash_dmattn/selection.h"
 
+#include "api/backends.h"
 #include "api/public_call.h"
 #include "api/validate.h"
 #include "api/workspace.h"
-#include "cuda/backend.h"
-#include "selection/select_keys.h"
 
 namespace flash_dmattn {
-namespace {
-
-using internal::SelectionProblem;
-
-Executor& executor_of(const SelectionContext& context) {
-  return context.executor != nullptr ? *context.executor : default_executor();
-}
-
-Status selection_bytes(const SelectionProblem& problem, const SelectionContext& context, std::size_t* bytes) {
-  if (context.device.is_cuda()) return internal::cuda::selection_workspace(problem, bytes);
-  *bytes = internal::selection_workspace(problem, executor_of(context));
-  return Status();
-}
-
-}  // namespace
-
 Status select_keys_workspace(const SelectionInputs& inputs, const SelectionOptions& options,
                              const SelectionContext& context, std::size_t* bytes) try {
   if (Status status = internal::check_call(context.device, "bytes", bytes); !status.ok()) return status;
-  SelectionProblem problem;
+  internal::SelectionProblem problem;
+  const internal::Backend* backend = nullptr;
   Status status = internal::make_selection_problem(inputs, options, nullptr, &problem);
-  return status.ok() ? selection_bytes(problem, context, bytes) : status;
+  if (status.ok()) status = internal::find_backend(context.device, problem.dtype, &backend);
+  if (!status.ok()) return status;
+  return internal::measure(backend->selection_workspace, problem, internal::call_of(context), bytes);
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }
@@ -36,16 +22,15 @@ Status select_keys_workspace(const SelectionInputs& inputs, const SelectionOptio
 Status select_keys(const SelectionInputs& inputs, const SelectionOptions& options, const KeyIntervals& intervals,
                    void* workspace, std::size_t workspace_bytes, const SelectionContext& context) try {
   if (Status status = internal::check_device(context.device); !status.ok()) return status;
-  SelectionProblem problem;
-  Status status = internal::make_selection_problem(inputs, options, &intervals, &problem);
-  if (!status.ok()) return status;
+  const internal::CallContext call = internal::call_of(context);
+  internal::SelectionProblem problem;
+  const internal::Backend* backend = nullptr;
   std::size_t needed = 0;
-  status = selection_bytes(problem, context, &needed);
+  Status status = internal::make_selection_problem(inputs, options, &intervals, &problem);
+  if (status.ok()) status = internal::find_backend(context.device, problem.dtype, &backend);
+  if (status.ok()) status = internal::measure(backend->selection_workspace, problem, call, &needed);
   if (status.ok()) status = internal::check_workspace(workspace, workspace_bytes, needed);
-  if (!status.ok()) return status;
-  if (context.device.is_cuda()) return internal::cuda::select_on_device(problem, workspace, context.device.stream);
-  internal::select_on_host(problem, workspace, executor_of(context));
-  return Status();
+  return status.ok() ? backend->select_keys(problem, workspace, call) : status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }

@@ -72,11 +72,9 @@ PlannedChunk write_out(const ChunkPlan& plan) {
   return chunk;
 }
 
-}  // namespace
-
-void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport* report) {
-  const bool is_double = problem.dtype == DType::kFloat64;
-  const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
+// Makes the plans of all units; returns how much memory they took.
+std::size_t count_plans(const AttentionProblem& problem, const ForwardSchedule& schedule, Executor& executor,
+                        AttentionCounters* counters) {
   const int workers = worker_count(problem, schedule.units, executor);
   PlanMemory memory(problem, schedule, workers);
   const IntervalIndices indices = build_indices(problem, memory.indices(), executor);
@@ -90,21 +88,30 @@ void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport
       count_walk(planner.plan(unit.batch, head, unit.row_begin, unit.rows), schedule.pass_heads, counted.of(worker));
     }
   });
-  report->counters = counted.sum(problem, kForwardRowTile);
-  if (is_double) {  // walks over rows and visible keys, without plan or tiles
-    const std::int64_t kept = report->counters.scores_kept;
-    report->counters = {.scores_kept = kept, .scores_computed = kept};
-    report->backend = "cpu/float64";
-    report->rule = "float64: every row walks over the keys that it sees";
-    return;
-  }
+  *counters = counted.sum(problem, kForwardRowTile);
+  return memory.bytes();
+}
+
+}  // namespace
+
+void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport* report) {
+  const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
+  report->scratch_bytes = count_plans(problem, schedule, executor, &report->counters);
   report->backend = std::string("cpu/") + choose_kernels(problem.dtype).set->name;
   report->rule = plan_rule(problem);
-  report->scratch_bytes = memory.bytes();
   report->chunk_rows = schedule.chunk_rows;
   report->row_tile = kForwardRowTile;
   report->key_tile = kKeyTile;
   report->shared_heads = schedule.pass_heads;
+}
+
+// Walks over rows and visible keys, without plan or tiles: the plans serve to count what is visible.
+void plan_report_fp64(const AttentionProblem& problem, Executor& executor, PlanReport* report) {
+  AttentionCounters counted;
+  count_plans(problem, make_forward_schedule(problem, executor.concurrency()), executor, &counted);
+  report->counters = {.scores_kept = counted.scores_kept, .scores_computed = counted.scores_kept};
+  report->backend = "cpu/float64";
+  report->rule = "float64: every row walks over the keys that it sees";
 }
 
 void plan_chunks(const AttentionProblem& problem, Executor& executor, std::int64_t batch, std::int64_t head,

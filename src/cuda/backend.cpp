@@ -3,31 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include "core/arena.h"
-#include "cuda/attention/call.h"
 #include "cuda/device_kernels.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
 #include "cuda/selection/device_selection.h"
 
 namespace flash_dmattn::internal::cuda {
-namespace {
-
-// No query row: every gradient that is asked for is zero.
-Status clear_gradients(const BackwardProblem& problem, cudaStream_t stream) {
-  constexpr std::size_t kElementBytes = 2;
-  const auto key_elements =
-      static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads * problem.head_dim);
-  const std::size_t bias_bytes = problem.dbias.dtype == DType::kFloat32 ? sizeof(float) : kElementBytes;
-  const auto dbias_elements = static_cast<std::size_t>(problem.dbias.defined() ? bias_elements(problem.dbias) : 0);
-  return Launches()
-      .then([&] { return clear(problem.dkey.data, key_elements * kElementBytes, stream); })
-      .then([&] { return clear(problem.dvalue.data, key_elements * kElementBytes, stream); })
-      .then([&] { return clear(problem.dbias.data, dbias_elements * bias_bytes, stream); })
-      .status();
-}
-
-}  // namespace
-
 Status attention_plan_bytes(const AttentionProblem& problem, std::size_t* bytes) {
   *bytes = 0;
   if (!is_planned(problem)) return {};
@@ -62,7 +43,6 @@ Status make_attention_plan(const AttentionProblem& problem, void* plan, void* wo
 }
 
 Status forward_workspace(const AttentionProblem& problem, std::size_t* bytes) {
-  if (Status status = check_problem(problem); !status.ok()) return status;
   const Gpu gpu = current_gpu();
   return family_of(problem, gpu, Pass::kForward).arrange_forward(problem, gpu, bytes);
 }
@@ -73,16 +53,13 @@ Status forward(const ForwardProblem& problem, void* workspace, void* stream) {
 }
 
 Status backward_workspace(const BackwardProblem& problem, std::size_t* bytes) {
-  if (Status status = check_problem(problem); !status.ok() || problem.empty()) return status;
   const Gpu gpu = current_gpu();
   return family_of(problem, gpu, Pass::kBackward).arrange_backward(problem, gpu, bytes);
 }
 
-Status backward(const BackwardProblem& problem, void* workspace, void* stream_handle) {
-  auto* stream = static_cast<cudaStream_t>(stream_handle);
-  if (problem.empty()) return clear_gradients(problem, stream);
+Status backward(const BackwardProblem& problem, void* workspace, void* stream) {
   const Gpu gpu = current_gpu();
-  return family_of(problem, gpu, Pass::kBackward).backward(problem, gpu, workspace, stream);
+  return family_of(problem, gpu, Pass::kBackward).backward(problem, gpu, workspace, static_cast<cudaStream_t>(stream));
 }
 
 Status selection_workspace(const SelectionProblem& problem, std::size_t* bytes) {

@@ -1,15 +1,18 @@
-// The CUDA backend's entry points, called by src/api with validated problems. Work is enqueued on a stream of the
-// current device; nothing waits (but for reports), nothing is allocated. Builds without CUDA have them too: they say so
+// The CUDA backend, and what backend_table.cpp puts into its table. Work is enqueued on a stream of the current device;
+// nothing waits (but for reports), nothing is allocated. Builds without CUDA have the table only, undefined
 // (absent.cpp).
 #pragma once
 
 #include <cstddef>
 
+#include "core/backend.h"
 #include "core/problem.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/status.h"
 
 namespace flash_dmattn::internal::cuda {
+
+extern const Backend kBackend;
 
 // Of a problem with rows and keys. 0 bytes: it needs no plan. The two queries do not ask the device.
 Status attention_plan_bytes(const AttentionProblem&, std::size_t* bytes);

@@ -60,7 +60,6 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
 }  // namespace
 
 Status plan_report_workspace(const AttentionProblem& problem, std::size_t* bytes) {
-  if (Status status = check_problem(problem); !status.ok()) return status;
   Arena arena(nullptr);
   ReportScratch().arrange(problem, &arena);
   *bytes = arena.used();
