@@ -93,11 +93,13 @@ AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor
   return {.query = view_of("query", query, kFloatRule),
           .key = view_of("key", key, "must have query's dtype"),
           .value = view_of("value", value, "must have query's dtype"),
-          .mask = view_of("mask", visibility.mask, "must be bool"),
           .bias = view_of("bias", bias, "must have query's dtype or float32"),
-          .seqlens_k = view_of("seqlens_k", visibility.seqlens_k, "must be int32"),
-          .intervals = make_intervals(visibility.interval_begin, visibility.interval_end, visibility.interval_window),
-          .plan = plan_of(visibility.plan)};
+          .visibility = {.mask = view_of("mask", visibility.mask, "must be bool"),
+                         .intervals = make_intervals(visibility.interval_begin, visibility.interval_end,
+                                                     visibility.interval_window),
+                         .seqlens_k = view_of("seqlens_k", visibility.seqlens_k, "must be int32"),
+                         .is_causal = visibility.is_causal,
+                         .plan = plan_of(visibility.plan)}};
 }
 
 // The inputs with a stride of 1 along D, the only one that attention reads: query, key and value that have another are
@@ -124,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, T
   const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window,
                                           plan};
   const CallDevice device({"query", query}, {{"key", key}, {"value", value}, {"bias", bias}}, visibility.tensors());
-  const AttentionOptions options = {scale, softcap, visibility.is_causal, deterministic};
+  const AttentionOptions options = {scale, softcap, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
   AttentionInputs inputs = make_inputs(query, key, value, bias, visibility);
@@ -166,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                            {"dlse", dlse},
                            {"bias", bias}},
                           visibility.tensors());
-  const AttentionOptions options = {scale, softcap, visibility.is_causal, deterministic};
+  const AttentionOptions options = {scale, softcap, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
   AttentionInputs inputs = make_inputs(query, key, value, bias, visibility);
@@ -258,16 +260,15 @@ Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std:
   const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
   const CallDevice device({"query", query}, {{"key", key}}, visibility.tensors());
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
-  const AttentionOptions options = {.is_causal = visibility.is_causal};
   const AttentionContext context = {.device = device.native()};
 
   std::size_t bytes = 0, workspace_bytes = 0;
-  check(flash_dmattn::attention_plan_bytes(inputs, options, context, &bytes));
-  check(flash_dmattn::attention_plan_workspace(inputs, options, context, &workspace_bytes));
+  check(flash_dmattn::attention_plan_bytes(inputs, {}, context, &bytes));
+  check(flash_dmattn::attention_plan_workspace(inputs, {}, context, &workspace_bytes));
   const Workspace workspace(device, workspace_bytes);
   const auto size = static_cast<std::int64_t>(bytes);
   const Tensor plan = device.empty({&size, 1}, ScalarType::Byte);
-  check(flash_dmattn::make_attention_plan(inputs, options, plan.data_ptr(), bytes, workspace.data(), workspace.bytes(),
+  check(flash_dmattn::make_attention_plan(inputs, {}, plan.data_ptr(), bytes, workspace.data(), workspace.bytes(),
                                           context));
   return plan;
 }
@@ -278,10 +279,9 @@ std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mas
                              std::int64_t interval_window) {
   const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
-  const AttentionOptions options = {.is_causal = visibility.is_causal};
   const AttentionContext context = {.device = flash_dmattn::Device::cuda(nullptr)};
   std::size_t bytes = 0;
-  check(flash_dmattn::attention_plan_bytes(inputs, options, context, &bytes));
+  check(flash_dmattn::attention_plan_bytes(inputs, {}, context, &bytes));
   return static_cast<std::int64_t>(bytes);
 }
 
@@ -294,7 +294,7 @@ std::tuple<Codes, std::vector<std::int64_t>, Codes, Codes> plan_report(
   const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
   const CallDevice device({"query", query}, {{"key", key}}, visibility.tensors());
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
-  const AttentionOptions options = {.is_causal = visibility.is_causal, .deterministic = deterministic};
+  const AttentionOptions options = {.deterministic = deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
 
@@ -341,7 +341,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key,
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
   TorchExecutor executor;
   // The same chunks for any number of threads.
-  const AttentionOptions options = {.is_causal = visibility.is_causal, .deterministic = true};
+  const AttentionOptions options = {.deterministic = true};
   std::vector<PlannedChunk> chunks;
   check(flash_dmattn::plan_chunks(inputs, options, batch, head, &chunks, {.executor = &executor}));
 

@@ -86,7 +86,7 @@ int main() {
   inputs.value = contiguous_view(value.data(), DType::kFloat32, kBatch, kTokens, kKeyHeads, kHeadDim);
   inputs.bias = contiguous_view(bias.data(), DType::kFloat32, kBatch, 1, kTokens);  // per key, for all heads and rows
   flash_dmattn::AttentionOptions options;
-  options.is_causal = true;
+  inputs.visibility.is_causal = true;
 
   std::vector<float> out(query.size()), lse(kBatch * kHeads * kTokens);
   flash_dmattn::AttentionOutputs outputs;

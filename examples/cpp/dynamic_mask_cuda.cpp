@@ -112,9 +112,9 @@ void attend(const Pointers& at, const flash_dmattn::Device& device) {
   inputs.key = tokens_view(at.key, kKeyHeads);
   inputs.value = tokens_view(at.value, kKeyHeads);
   inputs.bias = per_key_view(at.scores, DType::kFloat32);
-  inputs.intervals = intervals;
+  inputs.visibility.intervals = intervals;
   flash_dmattn::AttentionOptions options;
-  options.is_causal = true;
+  inputs.visibility.is_causal = true;
   flash_dmattn::AttentionContext context;
   context.device = device;
   flash_dmattn::AttentionOutputs outputs;

@@ -16,10 +16,25 @@
 
 namespace flash_dmattn {
 
-// What make_attention_plan wrote. It holds no pointers: it may be copied and moved.
+// What make_attention_plan wrote, of one Visibility. It holds no pointers: it may be copied and moved.
 struct AttentionPlan {
   const void* data = nullptr;  // aligned to 64, on the device of the tensors; null: none
   std::size_t bytes = 0;       // as attention_plan_bytes says
+};
+
+// Which keys each query row sees: those that all of its members show. Any strides.
+struct Visibility {
+  // Optional. bool, true = visible: (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key
+  // (B or 1, H or Hkv or 1, Sk or 1), or (Sq or 1, Sk or 1).
+  TensorView mask{};
+  // Optional: one interval of query rows per key, as select_keys makes them.
+  KeyIntervals intervals{};
+  // Optional. int32 (B): only the first seqlens_k[b] keys of batch element b exist (clamped to [0, Sk]).
+  TensorView seqlens_k{};
+  bool is_causal = false;  // row i sees keys j <= i + n - Sq, n = the keys that exist
+  // Optional: the plan of the members above. Else every call that needs one makes its own. With a plan of another
+  // Visibility results mean nothing.
+  AttentionPlan plan{};
 };
 
 // Any strides and any alignment of the element type; only the stride of D must be 1 in query, key and
@@ -28,26 +43,15 @@ struct AttentionInputs {
   TensorView query;  // (B, Sq, H, D), T
   TensorView key;    // (B, Sk, Hkv, D), T
   TensorView value;  // (B, Sk, Hkv, D), T
-  // Optional. bool, true = visible: (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key
-  // (B or 1, H or Hkv or 1, Sk or 1), or (Sq or 1, Sk or 1).
-  TensorView mask{};
   // Optional, added to the score. T or float32, the same forms as the mask.
   TensorView bias{};
-  // Optional. int32 (B): only the first seqlens_k[b] keys of batch element b exist (clamped to [0, Sk]).
-  TensorView seqlens_k{};
-  // Optional: one interval of query rows per key, as select_keys makes them. A score must be visible by
-  // the intervals and by the mask.
-  KeyIntervals intervals{};
-  // Optional: the plan of what hides keys in this call. Else every call that needs one makes its own. With a plan of
-  // other masks, intervals, lengths or another is_causal results mean nothing.
-  AttentionPlan plan{};
+  Visibility visibility{};
 };
 
 struct AttentionOptions {
   std::optional<double> scale{};  // default 1 / sqrt(D)
   // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias. At least 1e-30 and at most 1e30 but in float64.
   double softcap = 0.0;
-  bool is_causal = false;      // row i sees keys j <= i + n - Sq, n = the keys that exist
   bool deterministic = false;  // identical bits in repeated runs, for any number of threads
 };
 
@@ -100,10 +104,10 @@ struct AttentionContext {
   Device device{};                        // of all tensors and the workspace
 };
 
-// What the forward and the backward find out about mask, intervals, seqlens_k and is_causal before they compute, made
-// once to be used by both, or by many calls. Of query and key only the sizes count; value may be left out, bias and
-// options other than is_causal do not matter. The query heads and the batch may be as few as mask and intervals tell
-// apart: one head if all share them, Hkv if query heads of a group do. seqlens_k counts as telling the batch apart.
+// What the forward and the backward find out about the Visibility before they compute, made once to be used by both, or
+// by many calls. Of query and key only the sizes count; value may be left out, bias and options do not matter. The
+// query heads and the batch may be as few as mask and intervals tell apart: one head if all share them, Hkv if query
+// heads of a group do. seqlens_k counts as telling the batch apart.
 //
 // 0 bytes: there is nothing to plan, and a plan that is given is not looked at. So it is on the CPU, without mask and
 // intervals, and where nothing is computed. Where bytes are needed a given plan must have exactly as many. A forward of

@@ -25,12 +25,13 @@ bool may_be_planned(const AttentionProblem& problem) { return !problem.empty() &
 
 // All that can be seen of a plan without waiting for it.
 Status check_plan(const Backend& backend, const AttentionProblem& problem, const CallContext& call) {
-  if (problem.plan == nullptr || !may_be_planned(problem)) return {};
+  const AttentionPlan& plan = problem.visibility.plan;
+  if (plan.data == nullptr || !may_be_planned(problem)) return {};
   std::size_t needed = 0;
   const Status status = measure(backend.attention_plan_bytes, problem, call, &needed);
-  if (!status.ok() || needed == 0 || needed == problem.plan_bytes) return status;
+  if (!status.ok() || needed == 0 || needed == plan.bytes) return status;
   return Status::invalid("plan", "must have the " + std::to_string(needed) + " bytes of a plan for this call",
-                         "plan of " + std::to_string(problem.plan_bytes) + " bytes");
+                         "plan of " + std::to_string(plan.bytes) + " bytes");
 }
 
 // Finds the backend and asks it whether it takes the problem.
@@ -92,7 +93,7 @@ Status make_attention_plan(const AttentionInputs& inputs, const AttentionOptions
   if (Status status = internal::check_device(context.device); !status.ok()) return status;
   AttentionProblem problem;
   if (Status status = internal::make_planned_problem(inputs, options, &problem); !status.ok()) return status;
-  problem.plan = nullptr;
+  problem.visibility.plan = {};
   if (!may_be_planned(problem)) return {};
   const CallContext call = call_of(context);
   const Backend* backend = nullptr;

@@ -152,7 +152,7 @@ Status read_mask(const TensorView& mask, AttentionProblem* problem) {
   if (Status status = check_rank("mask", mask, 2, 4); !status.ok()) return status;
   if (mask.dtype != DType::kBool) return Status::invalid("mask", "must be bool", show_dtype("mask", mask.dtype));
   if (Status status = check_memory("mask", mask, Layout::kAny); !status.ok()) return status;
-  return make_broadcast("mask", mask, *problem, &problem->mask);
+  return make_broadcast("mask", mask, *problem, &problem->visibility.mask);
 }
 
 // Per key: the three dimensions of a per-key mask.
@@ -173,10 +173,11 @@ Status read_intervals(const KeyIntervals& intervals, AttentionProblem* problem) 
   if (intervals.window_size < 0) {
     return Status::invalid("intervals.window_size", "must be at least 0", std::to_string(intervals.window_size));
   }
-  problem->interval_window = intervals.window_size;
-  Status status = read_interval_bound("intervals.begin", intervals.begin, problem, &problem->interval_begin);
+  IntervalViews& views = problem->visibility.intervals;
+  views.window_size = intervals.window_size;
+  Status status = read_interval_bound("intervals.begin", intervals.begin, problem, &views.begin);
   if (!status.ok()) return status;
-  return read_interval_bound("intervals.end", intervals.end, problem, &problem->interval_end);
+  return read_interval_bound("intervals.end", intervals.end, problem, &views.end);
 }
 
 Status read_bias(const TensorView& bias, AttentionProblem* problem) {
@@ -194,8 +195,8 @@ Status read_seqlens(const TensorView& seqlens, AttentionProblem* problem) {
   if (seqlens.rank == 0) return {};
   Status status = check_all({{"seqlens_k", &seqlens, DType::kInt32, "(B)", 1, {problem->batch}, Layout::kAny}});
   if (!status.ok()) return status;
-  problem->seqlens = static_cast<const std::int32_t*>(seqlens.data);
-  problem->seqlens_stride = seqlens.strides[0];
+  problem->visibility.seqlens = static_cast<const std::int32_t*>(seqlens.data);
+  problem->visibility.seqlens_stride = seqlens.strides[0];
   return {};
 }
 
@@ -207,9 +208,16 @@ Status read_plan(const AttentionPlan& plan, AttentionProblem* problem) {
   if (reinterpret_cast<std::uintptr_t>(plan.data) % kWorkspaceAlignment != 0) {
     return Status::invalid("plan", "must be aligned to 64 bytes", "plan unaligned");
   }
-  problem->plan = plan.data;
-  problem->plan_bytes = plan.bytes;
+  problem->visibility.plan = plan;
   return {};
+}
+
+Status read_visibility(const Visibility& visibility, AttentionProblem* problem) {
+  problem->visibility.is_causal = visibility.is_causal;
+  if (Status status = read_mask(visibility.mask, problem); !status.ok()) return status;
+  if (Status status = read_intervals(visibility.intervals, problem); !status.ok()) return status;
+  if (Status status = read_seqlens(visibility.seqlens_k, problem); !status.ok()) return status;
+  return read_plan(visibility.plan, problem);
 }
 
 DType lse_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
@@ -278,14 +286,10 @@ Status make_problem(const AttentionInputs& inputs, const AttentionOptions& optio
   problem->value = token_view(inputs.value);
   problem->scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(query[3])));
   problem->softcap = options.softcap;
-  problem->is_causal = options.is_causal;
   problem->deterministic = options.deterministic;
 
-  if (Status status = read_mask(inputs.mask, problem); !status.ok()) return status;
-  if (Status status = read_bias(inputs.bias, problem); !status.ok()) return status;
-  if (Status status = read_intervals(inputs.intervals, problem); !status.ok()) return status;
-  if (Status status = read_seqlens(inputs.seqlens_k, problem); !status.ok()) return status;
-  return read_plan(inputs.plan, problem);
+  if (Status status = read_visibility(inputs.visibility, problem); !status.ok()) return status;
+  return read_bias(inputs.bias, problem);
 }
 
 Status make_planned_problem(AttentionInputs inputs, const AttentionOptions& options, AttentionProblem* problem) {

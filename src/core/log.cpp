@@ -22,9 +22,9 @@ std::string describe_call(const char* direction, const AttentionProblem& problem
   add(" Sq", problem.rows);
   add(" Sk", problem.keys);
   add(" D", problem.head_dim);
-  if (problem.is_causal) line += " causal";
-  if (problem.mask.defined()) line += " mask";
-  if (problem.interval_begin.defined()) line += " intervals";
+  if (problem.visibility.is_causal) line += " causal";
+  if (problem.visibility.mask.defined()) line += " mask";
+  if (problem.visibility.intervals.defined()) line += " intervals";
   if (problem.bias.defined()) line += " bias";
   return line;
 }

@@ -35,26 +35,38 @@ struct BroadcastView {
   }
 };
 
+// int32 per key (row stride 0), both or neither.
+struct IntervalViews {
+  BroadcastView begin, end;
+  std::int64_t window_size = 0;  // KeyIntervals::window_size
+
+  constexpr bool defined() const { return begin.defined(); }
+};
+
+// A call's Visibility as views, which planning reads; what kernels on a GPU see of it is cuda::Visibility.
+struct VisibilityViews {
+  BroadcastView mask;  // data null: none
+  IntervalViews intervals;
+  const std::int32_t* seqlens = nullptr;  // null: every key exists
+  std::int64_t seqlens_stride = 0;
+  bool is_causal = false;
+  AttentionPlan plan;  // data null: none given
+};
+
 struct AttentionProblem {
   DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
   std::int64_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0, head_dim = 0;
   TokenView query, key, value;
-  BroadcastView mask, bias;  // data null: none
-  // int32 per key (row stride 0), both or neither; data null: none.
-  BroadcastView interval_begin, interval_end;
-  std::int64_t interval_window = 0;       // KeyIntervals::window_size
-  const std::int32_t* seqlens = nullptr;  // null: every key exists
-  std::int64_t seqlens_stride = 0;
+  VisibilityViews visibility;
+  BroadcastView bias;  // data null: none
   double scale = 1.0, softcap = 0.0;
-  bool is_causal = false, deterministic = false;
-  const void* plan = nullptr;  // aligned to 64; null: none given
-  std::size_t plan_bytes = 0;
+  bool deterministic = false;
 
   constexpr std::int64_t group() const { return key_heads > 0 ? heads / key_heads : 1; }
   // The keys that exist for batch element b.
   std::int64_t key_count(std::int64_t b) const {
-    if (seqlens == nullptr) return keys;
-    const std::int64_t count = seqlens[b * seqlens_stride];
+    if (visibility.seqlens == nullptr) return keys;
+    const std::int64_t count = visibility.seqlens[b * visibility.seqlens_stride];
     return count < 0 ? 0 : count < keys ? count : keys;
   }
   // Nothing to compute: out and lse have no elements.

@@ -48,7 +48,7 @@ class VisibleRow {
     scores_.clear();
     slopes_.clear();
     const std::int64_t exist = p_.key_count(b);
-    const std::int64_t end = p_.is_causal ? std::min(exist, row + exist - p_.rows + 1) : exist;
+    const std::int64_t end = p_.visibility.is_causal ? std::min(exist, row + exist - p_.rows + 1) : exist;
     const double* query = token(p_.query, b, row, h);
     for (std::int64_t j = 0; j < end; ++j) {
       if (!mask_allows(b, h, row, j)) continue;
@@ -81,12 +81,11 @@ class VisibleRow {
 
  private:
   bool mask_allows(std::int64_t b, std::int64_t h, std::int64_t row, std::int64_t j) const {
-    if (p_.interval_begin.defined()) {
-      if (row < interval_bound(p_.interval_begin, b, h, j) || row >= interval_bound(p_.interval_end, b, h, j)) {
-        return false;
-      }
+    const IntervalViews& intervals = p_.visibility.intervals;
+    if (intervals.defined()) {
+      if (row < interval_bound(intervals.begin, b, h, j) || row >= interval_bound(intervals.end, b, h, j)) return false;
     }
-    const BroadcastView& mask = p_.mask;
+    const BroadcastView& mask = p_.visibility.mask;
     if (!mask.defined()) return true;
     const auto* data = static_cast<const std::uint8_t*>(mask.data);
     return data[mask.offset(b, h) + row * mask.row_stride + j * mask.key_stride] != 0;

@@ -127,7 +127,7 @@ void log_call(const char* direction, const AttentionProblem& problem, const Kern
                set.name, describe_call(direction, problem).c_str(), chunk_rows, pass_heads,
                static_cast<long long>(units), workers, static_cast<long long>(counted.plans_listed),
                static_cast<long long>(counted.plans - counted.plans_listed), bits ? "bitmap" : "prefix",
-               kept > 0 ? static_cast<double>(counted.scores_computed) / kept : 0.0, plan_rule(problem));
+               kept > 0 ? static_cast<double>(counted.scores_computed) / kept : 0.0, plan_rule(problem.visibility));
 }
 
 }  // namespace

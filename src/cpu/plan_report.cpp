@@ -98,7 +98,7 @@ void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport
   const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
   report->scratch_bytes = count_plans(problem, schedule, executor, &report->counters);
   report->backend = std::string("cpu/") + choose_kernels(problem.dtype).set->name;
-  report->rule = plan_rule(problem);
+  report->rule = plan_rule(problem.visibility);
   report->chunk_rows = schedule.chunk_rows;
   report->row_tile = kForwardRowTile;
   report->key_tile = kKeyTile;

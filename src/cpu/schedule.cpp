@@ -26,8 +26,9 @@ bool is_shared_in_group(const BroadcastView& view, std::int64_t group) {
 // Whether all query heads of a key head see the same keys.
 bool plan_is_shared_in_group(const AttentionProblem& problem) {
   const std::int64_t group = problem.group();
-  return is_shared_in_group(problem.mask, group) && is_shared_in_group(problem.interval_begin, group) &&
-         is_shared_in_group(problem.interval_end, group);
+  const VisibilityViews& visibility = problem.visibility;
+  return is_shared_in_group(visibility.mask, group) && is_shared_in_group(visibility.intervals.begin, group) &&
+         is_shared_in_group(visibility.intervals.end, group);
 }
 
 // Rows per chunk, a multiple of `row_tile`: enough to pay for packing keys, few enough that `target_units`
@@ -39,7 +40,7 @@ int choose_chunk_rows(const AttentionProblem& problem, int pass_heads, int row_t
   while (rows > smallest && units_per_chunk * ceil_div(problem.rows, rows) < target_units) {
     rows = std::max(smallest, round_up(rows / 2, row_tile));
   }
-  if (needs_bitmap(problem)) {
+  if (needs_bitmap(problem.visibility)) {
     const std::int64_t fitting = kMaxBitmapBytes * 8 / std::max<std::int64_t>(problem.keys, 1);
     rows = std::min(rows, std::max<std::int64_t>(fitting / row_tile * row_tile, row_tile));
   }
@@ -67,7 +68,7 @@ ForwardSchedule make_forward_schedule(const AttentionProblem& problem, int concu
   schedule.chunk_rows =
       choose_chunk_rows(problem, schedule.pass_heads, kForwardRowTile, problem.batch * problem.key_heads, target_units);
   schedule.chunks = ceil_div(problem.rows, schedule.chunk_rows);
-  if (mask_differs_by_row_and_key(problem) && problem.mask.head_stride == 0) {
+  if (mask_differs_by_row_and_key(problem.visibility) && problem.visibility.mask.head_stride == 0) {
     // Reading the mask costs as much as several products: share the plan as far as the workers allow.
     const std::int64_t runs = ceil_div(target_units, problem.batch * schedule.chunks);
     schedule.unit_key_heads = ceil_div(problem.key_heads, std::min(runs, problem.key_heads));

@@ -9,6 +9,7 @@
 #include "cuda/selection/device_selection.h"
 
 namespace flash_dmattn::internal::cuda {
+
 Status attention_plan_bytes(const AttentionProblem& problem, std::size_t* bytes) {
   *bytes = 0;
   if (!is_planned(problem)) return {};

@@ -29,28 +29,29 @@ Scratch take_scratch(const AttentionProblem& problem, int chunk_rows, int row_ti
   Scratch scratch{};
   scratch.prefix = arena.take<std::int32_t>(rows);
   scratch.classes = arena.take<TileClass>(rows / row_tile * words);
-  const bool has_intervals = problem.interval_begin.defined();
+  const bool has_intervals = problem.visibility.intervals.defined();
   if (has_intervals) {
     scratch.entries = arena.take<std::int32_t>(static_cast<std::size_t>(problem.keys));
     scratch.row_bits = arena.take<std::uint64_t>(words);
   }
-  if (problem.mask.defined() || has_intervals) {
+  if (problem.visibility.mask.defined() || has_intervals) {
     scratch.keys = arena.take<std::int32_t>(static_cast<std::size_t>(problem.keys));
     scratch.key_union = arena.take<std::uint64_t>(words);
   }
-  if (needs_bitmap(problem)) scratch.bits = arena.take<std::uint64_t>(rows * words);
+  if (needs_bitmap(problem.visibility)) scratch.bits = arena.take<std::uint64_t>(rows * words);
   scratch.bytes = arena.used();
   return scratch;
 }
 
 }  // namespace
 
-bool mask_differs_by_row_and_key(const AttentionProblem& problem) {
-  return problem.mask.defined() && problem.mask.row_stride != 0 && problem.mask.key_stride != 0;
+bool mask_differs_by_row_and_key(const VisibilityViews& visibility) {
+  const BroadcastView& mask = visibility.mask;
+  return mask.defined() && mask.row_stride != 0 && mask.key_stride != 0;
 }
 
-bool needs_bitmap(const AttentionProblem& problem) {
-  return mask_differs_by_row_and_key(problem) || problem.interval_begin.defined();
+bool needs_bitmap(const VisibilityViews& visibility) {
+  return mask_differs_by_row_and_key(visibility) || visibility.intervals.defined();
 }
 
 std::int64_t count_visible(const ChunkPlan& plan) {
@@ -77,16 +78,16 @@ void count_plan(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
 // products with all rows of the chunk. Measured on the CPU, with one key of the range hidden: a list takes as long
 // as the range (within 1%), but 10 to 19% longer with a bias for every score, whose rows are gathered then. That is
 // not a reason to keep a range, in which hidden keys, whose numbers may be NaN, would have to be left out all the same.
-const char* plan_rule(const AttentionProblem& problem) {
-  const bool has_intervals = problem.interval_begin.defined();
-  if (has_intervals && !problem.mask.defined()) {
+const char* plan_rule(const VisibilityViews& visibility) {
+  const bool has_intervals = visibility.intervals.defined();
+  if (has_intervals && !visibility.mask.defined()) {
     return "intervals: keys listed by when they leave, unless they are neighbours; a bitmap";
   }
   if (has_intervals) return "intervals and mask: keys that a row sees, listed unless neighbours; a bitmap";
-  if (mask_differs_by_row_and_key(problem)) {
+  if (mask_differs_by_row_and_key(visibility)) {
     return "mask by row and key: keys that a row sees, listed unless neighbours; a bitmap";
   }
-  if (problem.mask.defined() && problem.mask.key_stride != 0) {
+  if (visibility.mask.defined() && visibility.mask.key_stride != 0) {
     return "mask by key: visible keys listed unless neighbours; every row a prefix";
   }
   return "no mask by key: a range; every row a prefix";
@@ -111,7 +112,7 @@ ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndice
 }
 
 const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows) {
-  const BroadcastView& mask = problem_.mask;
+  const BroadcastView& mask = problem_.visibility.mask;
   IntervalIndex index;
   Source source;
   source.key_limit = problem_.key_count(batch);
@@ -136,7 +137,7 @@ const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::
   plan_.classes = classes_;
   if (indices_.size() > 0 && !mask.defined()) {
     plan_intervals(index);
-  } else if (needs_bitmap(problem_)) {
+  } else if (needs_bitmap(problem_.visibility)) {
     plan_bitmap(source.mask, indices_.size() > 0 ? &index : nullptr);
   } else if (mask.defined() && mask.key_stride != 0) {
     plan_key_list(source.mask);
@@ -148,14 +149,14 @@ const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::
 }
 
 std::int64_t ChunkPlanner::causal_limit(std::int64_t row) const {
-  if (!problem_.is_causal) return source_.key_limit;
+  if (!problem_.visibility.is_causal) return source_.key_limit;
   return std::clamp<std::int64_t>(row + source_.key_limit - problem_.rows + 1, 0, source_.key_limit);
 }
 
 void ChunkPlanner::plan_prefixes(const std::uint8_t* mask) {
   plan_.key_count = 0;
   for (int row = 0; row < plan_.rows; ++row) {
-    const bool row_visible = mask == nullptr || mask[row * problem_.mask.row_stride] != 0;
+    const bool row_visible = mask == nullptr || mask[row * problem_.visibility.mask.row_stride] != 0;
     prefix_[row] = row_visible ? static_cast<std::int32_t>(causal_limit(plan_.row_begin + row)) : 0;
     plan_.key_count = std::max(plan_.key_count, prefix_[row]);
   }
@@ -163,7 +164,7 @@ void ChunkPlanner::plan_prefixes(const std::uint8_t* mask) {
 
 void ChunkPlanner::plan_key_list(const std::uint8_t* mask) {
   const std::int64_t limit = causal_limit(plan_.row_begin + plan_.rows - 1);
-  pack_bools(mask, problem_.mask.key_stride, limit, union_);
+  pack_bools(mask, problem_.visibility.mask.key_stride, limit, union_);
   list_keys(union_, words_for(limit));
   // Limits grow with the row: one walk over the list ranks them all.
   std::int32_t rank = 0;
@@ -188,7 +189,7 @@ void ChunkPlanner::plan_bitmap(const std::uint8_t* mask, const IntervalIndex* in
     const std::int64_t limit = causal_limit(plan_.row_begin + row);
     std::uint64_t* bits = bits_ + row * words;
     std::uint64_t* mask_bits = index != nullptr ? row_bits_ : bits;
-    pack_bools(mask + row * problem_.mask.row_stride, problem_.mask.key_stride, limit, mask_bits);
+    pack_bools(mask + row * problem_.visibility.mask.row_stride, problem_.visibility.mask.key_stride, limit, mask_bits);
     std::fill(mask_bits + words_for(limit), mask_bits + words, 0);
     for (std::int64_t word = 0; word < words; ++word) {
       bits[word] &= mask_bits[word];  // itself without intervals

@@ -55,14 +55,14 @@ std::int64_t count_visible(const ChunkPlan&);
 // Adds the plan and the scores that `heads` query heads keep under it. Tiles are counted where they are walked.
 void count_plan(const ChunkPlan&, int heads, AttentionCounters*);
 
-// How this problem's keys are listed and its rows told apart, in words.
-const char* plan_rule(const AttentionProblem&);
+// How keys are listed and rows told apart, in words.
+const char* plan_rule(const VisibilityViews&);
 
 // Whether the mask has an entry of its own for every row and key, so that planning reads all of it.
-bool mask_differs_by_row_and_key(const AttentionProblem&);
+bool mask_differs_by_row_and_key(const VisibilityViews&);
 
 // Whether rows may differ in more than the length of a prefix.
-bool needs_bitmap(const AttentionProblem&);
+bool needs_bitmap(const VisibilityViews&);
 
 // Makes plans of one problem in scratch memory of its own; one planner per worker.
 class ChunkPlanner {

@@ -27,25 +27,26 @@ std::size_t index_bytes(std::int64_t keys) {
 }
 
 std::int64_t index_batches(const AttentionProblem& problem) {
+  const IntervalViews& intervals = problem.visibility.intervals;
   // Lengths clip intervals differently for each batch element.
-  return problem.seqlens != nullptr ? problem.batch
-                                    : std::max(problem.interval_begin.batches, problem.interval_end.batches);
+  if (problem.visibility.seqlens != nullptr) return problem.batch;
+  return std::max(intervals.begin.batches, intervals.end.batches);
 }
 
 std::int64_t index_heads(const AttentionProblem& problem) {
-  return std::max(problem.interval_begin.heads, problem.interval_end.heads);
+  return std::max(problem.visibility.intervals.begin.heads, problem.visibility.intervals.end.heads);
 }
 
 }  // namespace
 
 std::size_t IntervalIndices::bytes(const AttentionProblem& problem) {
-  if (!problem.interval_begin.defined()) return 0;
+  if (!problem.visibility.intervals.defined()) return 0;
   return static_cast<std::size_t>(index_batches(problem) * index_heads(problem)) * index_bytes(problem.keys);
 }
 
 IntervalIndices::IntervalIndices(const AttentionProblem& problem, void* memory)
     : problem_(problem), memory_(static_cast<std::byte*>(memory)) {
-  if (!problem.interval_begin.defined()) return;
+  if (!problem.visibility.intervals.defined()) return;
   batches_ = index_batches(problem);
   heads_ = index_heads(problem);
 }
@@ -63,15 +64,15 @@ void IntervalIndices::build(std::int64_t position) const {
   const IntervalIndex index = at(position);
   const std::int64_t batch = position / heads_;
   const std::int64_t head = position % heads_ * (problem_.heads / heads_);  // the first query head that reads it
-  const BroadcastView& begin_view = problem_.interval_begin;
-  const BroadcastView& end_view = problem_.interval_end;
+  const BroadcastView& begin_view = problem_.visibility.intervals.begin;
+  const BroadcastView& end_view = problem_.visibility.intervals.end;
   const auto* begins = static_cast<const std::int32_t*>(begin_view.data) + begin_view.offset(batch, head);
   const auto* ends = static_cast<const std::int32_t*>(end_view.data) + end_view.offset(batch, head);
   const std::int64_t existing = problem_.key_count(batch);
   const std::int64_t history = existing - problem_.rows;
   std::int64_t count = 0;
   for (std::int64_t key = 0; key < existing; ++key) {
-    const std::int64_t earliest = problem_.is_causal ? std::max<std::int64_t>(key - history, 0) : 0;
+    const std::int64_t earliest = problem_.visibility.is_causal ? std::max<std::int64_t>(key - history, 0) : 0;
     const std::int64_t begin = std::max<std::int64_t>(begins[key * begin_view.key_stride], earliest);
     const std::int64_t end = std::min<std::int64_t>(ends[key * end_view.key_stride], problem_.rows);
     if (begin >= end) continue;

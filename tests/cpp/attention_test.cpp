@@ -284,7 +284,7 @@ TEST(AttentionWorkspace, GrowsWithLengthsNotWithTheirProduct) {
     const Call call({.name = "long", .shape = {1, 1, 1, 2, 1, 32}}, DType::kFloat32);
     AttentionInputs inputs = call.inputs();  // never read: only the sizes count
     for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->shape[1] = length;
-    inputs.mask = contiguous_view(call.query.view().data, DType::kBool, length, length);
+    inputs.visibility.mask = contiguous_view(call.query.view().data, DType::kBool, length, length);
     std::size_t bytes = 0;
     SerialExecutor executor(2);
     EXPECT_TRUE(attention_forward_workspace(inputs, call.options, {.executor = &executor}, &bytes).ok());
@@ -320,8 +320,11 @@ TEST(Attention, ReadsAnyStridesAndAlignments) {
     };
     Call call = plain;
     call.make_results();
-    const AttentionInputs inputs = {moved(call.query), moved(call.key),  moved(call.value),
-                                    moved(call.mask),  moved(call.bias), {}};
+    const AttentionInputs inputs = {.query = moved(call.query),
+                                    .key = moved(call.key),
+                                    .value = moved(call.value),
+                                    .bias = moved(call.bias),
+                                    .visibility = {.mask = moved(call.mask)}};
     ASSERT_EQ(attention_forward(inputs, call.options, call.outputs()).message(), "ok");
     AttentionCotangents cotangents = call.cotangents();
     cotangents.dout = moved(call.dout);

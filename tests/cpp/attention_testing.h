@@ -174,6 +174,7 @@ class SerialExecutor : public Executor {
 struct Call {
   Tensor query, key, value, mask, bias, seqlens, dout, dlse;
   Tensor out, lse, row_stats, dquery, dkey, dvalue, dbias;
+  bool is_causal = false;
   AttentionOptions options;
 
   Call(const Variant& variant, DType dtype, unsigned seed = 1) {
@@ -201,7 +202,7 @@ struct Call {
       for (std::size_t b = 0; b < variant.seqlens.size(); ++b) seqlens.set(b, variant.seqlens[b]);
     }
     options.softcap = variant.softcap;
-    options.is_causal = variant.is_causal;
+    is_causal = variant.is_causal;
     options.scale = 0.5 / std::sqrt(static_cast<double>(s.head_dim));
     make_results();
   }
@@ -230,7 +231,11 @@ struct Call {
   }
 
   AttentionInputs inputs() const {
-    return {query.view(), key.view(), value.view(), mask.view(), bias.view(), seqlens.view()};
+    return {.query = query.view(),
+            .key = key.view(),
+            .value = value.view(),
+            .bias = bias.view(),
+            .visibility = {.mask = mask.view(), .seqlens_k = seqlens.view(), .is_causal = is_causal}};
   }
   AttentionOutputs outputs() const { return {out.view(), lse.view(), row_stats.view()}; }
   AttentionCotangents cotangents() const {
@@ -261,7 +266,7 @@ struct Call {
                        std::max(std::int64_t{0}, static_cast<std::int64_t>(seqlens.get(static_cast<std::size_t>(b)))));
     }
     if (j >= exist) return false;
-    if (options.is_causal && j > row + exist - query.shape()[1]) return false;
+    if (is_causal && j > row + exist - query.shape()[1]) return false;
     return !mask.defined() || mask.get(broadcast_index(mask, b, h, row, j)) != 0;
   }
 

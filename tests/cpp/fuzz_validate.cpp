@@ -113,10 +113,10 @@ void require_sound(const Status& status, const AttentionProblem& p) {
   require(p.batch * p.heads * p.rows < std::int64_t{1} << 44 && p.batch * p.heads * p.keys < std::int64_t{1} << 44);
   std::int64_t scores = 0;
   require(!__builtin_mul_overflow(p.batch * p.heads, p.rows * p.keys, &scores));
-  if (p.mask.defined()) require_sound(p.mask, p);
+  if (p.visibility.mask.defined()) require_sound(p.visibility.mask, p);
   if (p.bias.defined()) require_sound(p.bias, p);
-  require(p.plan != nullptr || p.plan_bytes == 0);
-  require(reinterpret_cast<std::uintptr_t>(p.plan) % 64 == 0);
+  require(p.visibility.plan.data != nullptr || p.visibility.plan.bytes == 0);
+  require(reinterpret_cast<std::uintptr_t>(p.visibility.plan.data) % 64 == 0);
 }
 
 }  // namespace
@@ -144,17 +144,17 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto key_like = [&] { return view(decisions, dtype, 4, {s.batch, s.keys, s.key_heads, s.head_dim}); };
   const auto lse_like = [&] { return view(decisions, lse_dtype, 3, {s.batch, s.heads, s.rows}); };
 
-  AttentionInputs inputs{query_like(), key_like(), key_like(), {}, {}, {}};
-  inputs.mask = broadcast_view(decisions, DType::kBool, s);
+  AttentionInputs inputs{query_like(), key_like(), key_like()};
+  inputs.visibility.mask = broadcast_view(decisions, DType::kBool, s);
   inputs.bias = broadcast_view(decisions, bias_dtype, s);
-  inputs.seqlens_k = maybe(decisions, view(decisions, DType::kInt32, 1, {s.batch}));
+  inputs.visibility.seqlens_k = maybe(decisions, view(decisions, DType::kInt32, 1, {s.batch}));
   if (decisions.rarely()) {
-    inputs.plan = {reinterpret_cast<void*>(std::uintptr_t{decisions.byte()}), decisions.byte()};
+    inputs.visibility.plan = {reinterpret_cast<void*>(std::uintptr_t{decisions.byte()}), decisions.byte()};
   }
   AttentionOptions options;
   if (decisions.byte() % 2) options.scale = decisions.rarely() ? decisions.raw<double>() : 0.5;
   options.softcap = decisions.rarely() ? decisions.raw<double>() : 0.0;
-  options.is_causal = decisions.byte() % 2;
+  inputs.visibility.is_causal = decisions.byte() % 2;
 
   ForwardProblem forward;
   const auto stats_like = [&] { return view(decisions, lse_dtype, 4, {s.batch, s.heads, s.rows, 2}); };

@@ -131,10 +131,10 @@ TEST(Plans, OfTheLargestSizesTakeACountableNumberOfBytes) {
     for (const bool masked : {false, true}) {
       AttentionInputs inputs = expanded_inputs(DType::kBFloat16, s);
       if (masked) {
-        inputs.mask = contiguous_view(&element, DType::kBool, s.batch, s.heads, s.rows, s.keys);
-        inputs.intervals.begin = contiguous_view(&element, DType::kInt32, s.batch, s.heads, s.keys);
-        inputs.mask.strides = inputs.intervals.begin.strides = {};
-        inputs.intervals.end = inputs.intervals.begin;
+        inputs.visibility.mask = contiguous_view(&element, DType::kBool, s.batch, s.heads, s.rows, s.keys);
+        inputs.visibility.intervals.begin = contiguous_view(&element, DType::kInt32, s.batch, s.heads, s.keys);
+        inputs.visibility.mask.strides = inputs.visibility.intervals.begin.strides = {};
+        inputs.visibility.intervals.end = inputs.visibility.intervals.begin;
       }
       AttentionCotangents cotangents;
       cotangents.out = cotangents.dout = inputs.query;
@@ -182,7 +182,7 @@ struct PlannedInputs : AttentionInputs {
 
 TEST(AttentionPlans, AreOfNoUseOnTheCpu) {
   PlannedInputs inputs;
-  inputs.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 1700);
+  inputs.visibility.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 1700);
   std::size_t bytes = 1, workspace = 1;
   EXPECT_EQ(attention_plan_bytes(inputs, {}, {}, &bytes).message(), "ok");
   EXPECT_EQ(attention_plan_workspace(inputs, {}, {}, &workspace).message(), "ok");
@@ -196,7 +196,7 @@ TEST(AttentionPlans, AreOfNoUseOnTheCpu) {
   Call call(kVariants[3], DType::kFloat32), planned = call;
   call.run();
   AttentionInputs with_plan = planned.inputs();
-  with_plan.plan = {inputs.kMemory, sizeof inputs.kMemory};
+  with_plan.visibility.plan = {inputs.kMemory, sizeof inputs.kMemory};
   ASSERT_EQ(attention_forward(with_plan, planned.options, planned.outputs()).message(), "ok");
   ASSERT_EQ(attention_backward(with_plan, planned.cotangents(), planned.options, planned.gradients()).message(), "ok");
   testing::expect_same_bytes(call, planned);
@@ -210,7 +210,7 @@ std::size_t cuda_plan_bytes(const AttentionInputs& inputs) {
 
 TEST(AttentionPlans, HaveASizeWithoutAGpu) {
   PlannedInputs inputs;
-  inputs.mask = contiguous_view(inputs.kMemory, DType::kBool, 1, 2, 1500, 1700);
+  inputs.visibility.mask = contiguous_view(inputs.kMemory, DType::kBool, 1, 2, 1500, 1700);
   const AttentionContext context = {.device = Device::cuda(nullptr)};
   if (cuda_info().toolkit == 0) {
     std::size_t bytes = 0;
@@ -226,21 +226,22 @@ TEST(AttentionPlans, HaveASizeWithoutAGpu) {
   EXPECT_EQ(cuda_plan_bytes(inputs) % 64, 0u);
 
   PlannedInputs smallest(1, 2, 2);
-  smallest.mask = inputs.mask;
+  smallest.visibility.mask = inputs.visibility.mask;
   EXPECT_EQ(cuda_plan_bytes(smallest), cuda_plan_bytes(inputs)) << "more heads and batch elements share it";
-  inputs.seqlens_k = contiguous_view(inputs.kMemory, DType::kInt32, 3);
+  inputs.visibility.seqlens_k = contiguous_view(inputs.kMemory, DType::kInt32, 3);
   EXPECT_EQ(cuda_plan_bytes(inputs), cuda_plan_bytes(smallest) + 2 * lists) << "but not with lengths of their own";
 
   PlannedInputs windowed;
-  windowed.intervals.begin = windowed.intervals.end = contiguous_view(inputs.kMemory, DType::kInt32, 1, 1, 1700);
+  windowed.visibility.intervals.begin = windowed.visibility.intervals.end =
+      contiguous_view(inputs.kMemory, DType::kInt32, 1, 1, 1700);
   const std::size_t whole = cuda_plan_bytes(windowed);
-  windowed.intervals.window_size = 100;  // 1124 keys at most in each of two chunks, in tiles of 128
+  windowed.visibility.intervals.window_size = 100;  // 1124 keys at most in each of two chunks, in tiles of 128
   EXPECT_EQ(cuda_plan_bytes(windowed), whole - 2 * 4 * (1792 - 1152));
-  windowed.intervals.window_size = 1700;
+  windowed.visibility.intervals.window_size = 1700;
   EXPECT_EQ(cuda_plan_bytes(windowed), whole);
 
   PlannedInputs none(3, 8, 2, 1500, 0);
-  none.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 0);
+  none.visibility.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 0);
   EXPECT_EQ(cuda_plan_bytes(none), 0u);
 }
 
@@ -248,11 +249,11 @@ TEST(AttentionPlans, OfAnotherSizeAreRefused) {
   if (cuda_info().toolkit == 0) GTEST_SKIP() << "built without CUDA";
   PlannedInputs inputs;
   inputs.value = inputs.key;
-  inputs.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 1700);
+  inputs.visibility.mask = contiguous_view(inputs.kMemory, DType::kBool, 1500, 1700);
   const AttentionContext context = {.device = Device::cuda(nullptr)};
   const std::size_t bytes = cuda_plan_bytes(inputs);
   for (const std::size_t wrong : {bytes - 1, bytes + 64}) {
-    inputs.plan = {inputs.kMemory, wrong};
+    inputs.visibility.plan = {inputs.kMemory, wrong};
     std::size_t workspace = 0;
     EXPECT_EQ(attention_forward_workspace(inputs, {}, context, &workspace).message(),
               "plan must have the " + std::to_string(bytes) + " bytes of a plan for this call; got plan of " +
@@ -265,7 +266,7 @@ TEST(AttentionPlans, OfAnotherSizeAreRefused) {
 
   // Long lists are put in order in scratch memory.
   PlannedInputs longer(1, 1, 1, 1500, 30000);
-  longer.mask = contiguous_view(inputs.kMemory, DType::kBool, 1, 30000);
+  longer.visibility.mask = contiguous_view(inputs.kMemory, DType::kBool, 1, 30000);
   std::size_t workspace = 0;
   ASSERT_TRUE(attention_plan_workspace(longer, {}, context, &workspace).ok());
   EXPECT_EQ(workspace, 2u * 7552 * 12);

@@ -66,15 +66,16 @@ TEST(Bits, CompactsAndListsWhatIsKept) {
 // What row i sees of key j, from docs/semantics.md.
 bool sees(const AttentionProblem& problem, std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) {
   const std::int64_t n = problem.key_count(b);
-  if (j >= n || (problem.is_causal && j > i + n - problem.rows)) return false;
-  if (problem.interval_begin.defined()) {
-    const auto* begin = static_cast<const std::int32_t*>(problem.interval_begin.data);
-    const auto* end = static_cast<const std::int32_t*>(problem.interval_end.data);
+  if (j >= n || (problem.visibility.is_causal && j > i + n - problem.rows)) return false;
+  if (problem.visibility.intervals.defined()) {
+    const auto* begin = static_cast<const std::int32_t*>(problem.visibility.intervals.begin.data);
+    const auto* end = static_cast<const std::int32_t*>(problem.visibility.intervals.end.data);
     if (i < begin[j] || i >= end[j]) return false;
   }
-  if (!problem.mask.defined()) return true;
-  const auto* mask = static_cast<const std::uint8_t*>(problem.mask.data) + problem.mask.offset(b, h);
-  return mask[i * problem.mask.row_stride + j * problem.mask.key_stride] != 0;
+  if (!problem.visibility.mask.defined()) return true;
+  const auto* mask =
+      static_cast<const std::uint8_t*>(problem.visibility.mask.data) + problem.visibility.mask.offset(b, h);
+  return mask[i * problem.visibility.mask.row_stride + j * problem.visibility.mask.key_stride] != 0;
 }
 
 void expect_plan_is_right(const AttentionProblem& problem, const ChunkPlan& plan, std::int64_t b, std::int64_t h) {
@@ -123,9 +124,9 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
     problem.rows = rows;
     problem.keys = keys;
     problem.heads = problem.key_heads = 1;
-    problem.is_causal = causal;
+    problem.visibility.is_causal = causal;
     const std::int32_t seqlens = seqlen;
-    problem.seqlens = &seqlens;
+    problem.visibility.seqlens = &seqlens;
     const int key_stride = form == MaskForm::kStrided ? 2 : 1;
     auto bools = random_bools(rng, static_cast<std::size_t>(rows * keys * key_stride), percent);
     if (form == MaskForm::kWindow) {
@@ -141,16 +142,18 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
         ends.push_back(begins.back() - 5 +
                        static_cast<std::int32_t>(rng() % static_cast<unsigned>(rows + 20)) * percent / 100);
       }
-      problem.interval_begin.data = begins.data();
-      problem.interval_end.data = ends.data();
-      problem.interval_begin.dtype = problem.interval_end.dtype = DType::kInt32;
-      problem.interval_begin.keys = problem.interval_end.keys = keys;
-      problem.interval_begin.key_stride = problem.interval_end.key_stride = 1;
+      problem.visibility.intervals.begin.data = begins.data();
+      problem.visibility.intervals.end.data = ends.data();
+      problem.visibility.intervals.begin.dtype = problem.visibility.intervals.end.dtype = DType::kInt32;
+      problem.visibility.intervals.begin.keys = problem.visibility.intervals.end.keys = keys;
+      problem.visibility.intervals.begin.key_stride = problem.visibility.intervals.end.key_stride = 1;
     }
     if (form != MaskForm::kNone && form != MaskForm::kIntervals) {
-      problem.mask.data = bools.data();
-      problem.mask.row_stride = form == MaskForm::kPerKey ? 0 : form == MaskForm::kPerRow ? 1 : keys * key_stride;
-      problem.mask.key_stride = form == MaskForm::kPerRow ? 0 : key_stride;
+      problem.visibility.mask.data = bools.data();
+      problem.visibility.mask.row_stride = form == MaskForm::kPerKey   ? 0
+                                           : form == MaskForm::kPerRow ? 1
+                                                                       : keys * key_stride;
+      problem.visibility.mask.key_stride = form == MaskForm::kPerRow ? 0 : key_stride;
     }
     constexpr int kChunkRows = 96, kRowTile = 32;
     std::vector<std::uint64_t> scratch(ChunkPlanner::scratch_bytes(problem, kChunkRows, kRowTile) / 8);
@@ -180,7 +183,7 @@ TEST(IntervalPlans, PutWhatARowTileSeesTogether) {
   AttentionProblem problem;
   problem.batch = problem.heads = problem.key_heads = 1;
   problem.rows = problem.keys = kRows;
-  problem.is_causal = true;
+  problem.visibility.is_causal = true;
   // Scores that grow with the position: every key is seen by the kWindow rows from its own on, in random order of
   // leaving.
   Rng rng(5);
@@ -189,11 +192,11 @@ TEST(IntervalPlans, PutWhatARowTileSeesTogether) {
     begins.push_back(key);
     ends.push_back(std::min(kRows, key + 1 + static_cast<int>(rng() % (2 * kWindow))));
   }
-  problem.interval_begin.data = begins.data();
-  problem.interval_end.data = ends.data();
-  problem.interval_begin.dtype = problem.interval_end.dtype = DType::kInt32;
-  problem.interval_begin.keys = problem.interval_end.keys = kRows;
-  problem.interval_begin.key_stride = problem.interval_end.key_stride = 1;
+  problem.visibility.intervals.begin.data = begins.data();
+  problem.visibility.intervals.end.data = ends.data();
+  problem.visibility.intervals.begin.dtype = problem.visibility.intervals.end.dtype = DType::kInt32;
+  problem.visibility.intervals.begin.keys = problem.visibility.intervals.end.keys = kRows;
+  problem.visibility.intervals.begin.key_stride = problem.visibility.intervals.end.key_stride = 1;
   std::vector<std::uint64_t> index_memory(IntervalIndices::bytes(problem) / 8);
   const IntervalIndices indices(problem, index_memory.data());
   indices.build(0);

@@ -82,7 +82,7 @@ struct Everything {
   // With intervals, which are indexed before anything is computed.
   AttentionInputs planned_inputs() const {
     AttentionInputs inputs = call.inputs();
-    inputs.intervals = intervals();
+    inputs.visibility.intervals = intervals();
     return inputs;
   }
 
@@ -221,7 +221,7 @@ TEST(PublicCalls, SayHowMuchWorkspaceThereIsNone) {
   // As many workers as would need more memory than any machine has.
   testing::SerialExecutor executor(1 << 30);
   AttentionInputs inputs = e.call.inputs();
-  inputs.mask = inputs.bias = {};
+  inputs.visibility.mask = inputs.bias = {};
   constexpr std::int64_t kRows = std::int64_t{1} << 29;
   for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) {
     view->shape = {1, kRows, 1, 64};

@@ -216,12 +216,12 @@ TEST_P(IntervalAttention, EqualsTheDenseMask) {
     inputs.key = key.view();
     inputs.value = value.view();
     inputs.bias = bias.view();
-    inputs.seqlens_k = seqlens.view();
-    if (by_intervals) inputs.intervals = {begin.view(), end.view()};
-    if (!by_intervals || with_mask) inputs.mask = by_intervals ? mask.view() : dense.view();
+    inputs.visibility.seqlens_k = seqlens.view();
+    if (by_intervals) inputs.visibility.intervals = {begin.view(), end.view()};
+    if (!by_intervals || with_mask) inputs.visibility.mask = by_intervals ? mask.view() : dense.view();
     Results r{query, Tensor(lse_dtype, {kBatch, kHeads, kRows}), query, key, value, bias};
     AttentionOptions options;
-    options.is_causal = causal;
+    inputs.visibility.is_causal = causal;
     AttentionCounters counted;
     EXPECT_TRUE(attention_forward(inputs, options, {r.out.view(), r.lse.view()}, {.counters = &counted}).ok());
     PlanReport report;

@@ -39,12 +39,12 @@ struct Call {
     const TensorView query_like = tensor(dtype, batch, rows, heads, head_dim);
     const TensorView key_like = tensor(dtype, batch, keys, key_heads, head_dim);
     const TensorView lse_like = tensor(lse_dtype, batch, heads, rows);
-    inputs = {query_like,
-              key_like,
-              key_like,
-              tensor(DType::kBool, batch, 1, 1, keys),
-              tensor(dtype, 1, heads, rows, 1),
-              tensor(DType::kInt32, batch)};
+    inputs = {
+        .query = query_like,
+        .key = key_like,
+        .value = key_like,
+        .bias = tensor(dtype, 1, heads, rows, 1),
+        .visibility = {.mask = tensor(DType::kBool, batch, 1, 1, keys), .seqlens_k = tensor(DType::kInt32, batch)}};
     outputs = {query_like, lse_like};
     cotangents = {query_like, lse_like, query_like, lse_like};
     gradients = {query_like, key_like, key_like, inputs.bias};
@@ -69,9 +69,10 @@ TEST(Validate, AcceptsEveryDtype) {
 
 TEST(Validate, FillsTheProblem) {
   Call call;
-  call.options = {.scale = {}, .softcap = 3.0, .is_causal = true, .deterministic = true};
+  call.options = {.scale = {}, .softcap = 3.0, .deterministic = true};
+  call.inputs.visibility.is_causal = true;
   call.inputs.query.strides = {7, 640, 80, 1};
-  call.inputs.seqlens_k.strides[0] = 0;
+  call.inputs.visibility.seqlens_k.strides[0] = 0;
   ASSERT_TRUE(call.backward().ok());
   const BackwardProblem& p = call.backward_problem;
   EXPECT_EQ(p.dtype, DType::kBFloat16);
@@ -81,8 +82,8 @@ TEST(Validate, FillsTheProblem) {
             (std::vector<std::int64_t>{7, 640, 80}));
   EXPECT_DOUBLE_EQ(p.scale, 0.125);
   EXPECT_DOUBLE_EQ(p.softcap, 3.0);
-  EXPECT_TRUE(p.is_causal && p.deterministic);
-  EXPECT_EQ(p.seqlens_stride, 0);
+  EXPECT_TRUE(p.visibility.is_causal && p.deterministic);
+  EXPECT_EQ(p.visibility.seqlens_stride, 0);
   EXPECT_TRUE(p.dquery.defined() && p.dkey.defined() && p.dvalue.defined() && p.dbias.defined());
   EXPECT_EQ(p.dlse_row_stride, 1);
 }
@@ -103,9 +104,9 @@ TEST(Validate, ReadsEveryBroadcastForm) {
       {tensor(DType::kBool, 1, 24), {1, 1, 1, 24}, {0, 0, 0, 1}, 8},
   };
   for (auto& [view, sizes, strides, head_divisor] : forms) {
-    call.inputs.mask = view;
+    call.inputs.visibility.mask = view;
     ASSERT_EQ(call.forward().message(), "ok");
-    const BroadcastView& mask = call.forward_problem.mask;
+    const BroadcastView& mask = call.forward_problem.visibility.mask;
     EXPECT_EQ((std::vector{mask.batches, mask.heads, mask.rows, mask.keys}), sizes);
     EXPECT_EQ((std::vector{mask.batch_stride, mask.head_stride, mask.row_stride, mask.key_stride}), strides);
     EXPECT_EQ(mask.head_divisor, head_divisor);
@@ -115,23 +116,23 @@ TEST(Validate, ReadsEveryBroadcastForm) {
 TEST(Validate, TakesAPlanAsItIs) {
   Call call;
   ASSERT_EQ(call.forward().message(), "ok");
-  EXPECT_EQ(call.forward_problem.plan, nullptr);
-  call.inputs.plan = {reinterpret_cast<void*>(std::uintptr_t{4096}), 128};
+  EXPECT_EQ(call.forward_problem.visibility.plan.data, nullptr);
+  call.inputs.visibility.plan = {reinterpret_cast<void*>(std::uintptr_t{4096}), 128};
   ASSERT_EQ(call.forward().message(), "ok");
   ASSERT_EQ(call.backward().message(), "ok");
-  EXPECT_EQ(call.forward_problem.plan, call.inputs.plan.data);
-  EXPECT_EQ(call.forward_problem.plan_bytes, 128u);
-  EXPECT_EQ(call.backward_problem.plan, call.inputs.plan.data);
+  EXPECT_EQ(call.forward_problem.visibility.plan.data, call.inputs.visibility.plan.data);
+  EXPECT_EQ(call.forward_problem.visibility.plan.bytes, 128u);
+  EXPECT_EQ(call.backward_problem.visibility.plan.data, call.inputs.visibility.plan.data);
 }
 
 TEST(Validate, OptionalTensorsMayBeMissing) {
   Call call;
-  call.inputs.mask = call.inputs.bias = call.inputs.seqlens_k = call.cotangents.dlse = {};
+  call.inputs.visibility.mask = call.inputs.bias = call.inputs.visibility.seqlens_k = call.cotangents.dlse = {};
   call.gradients = {};
   ASSERT_EQ(call.forward().message(), "ok");
   ASSERT_EQ(call.backward().message(), "ok");
   const BackwardProblem& p = call.backward_problem;
-  EXPECT_FALSE(p.mask.defined() || p.bias.defined() || p.seqlens != nullptr || p.dlse != nullptr);
+  EXPECT_FALSE(p.visibility.mask.defined() || p.bias.defined() || p.visibility.seqlens != nullptr || p.dlse != nullptr);
   EXPECT_FALSE(p.dquery.defined() || p.dkey.defined() || p.dvalue.defined() || p.dbias.defined());
 }
 
@@ -153,8 +154,8 @@ TEST(Validate, AcceptsZeroSizes) {
 
 TEST(Validate, AcceptsAnyStridesOfInputs) {
   Call call;
-  call.inputs.mask = tensor(DType::kBool, 2, 8, 16, 24);
-  call.inputs.mask.strides = {0, 0, 0, -3};
+  call.inputs.visibility.mask = tensor(DType::kBool, 2, 8, 16, 24);
+  call.inputs.visibility.mask.strides = {0, 0, 0, -3};
   call.inputs.key.strides = {0, 0, 0, 1};
   call.inputs.query.data = reinterpret_cast<void*>(std::uintptr_t{4098});  // aligned to its elements, no more
   call.cotangents.dout.strides = {5, 0, 3, 1};
@@ -203,7 +204,7 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.inputs.key.data = reinterpret_cast<void*>(std::uintptr_t{4097}); }},
     {"mask must be addressable with 64-bit offsets; got mask (2, 1, 1, 24) with strides "
      "(24, 24, 24, 9223372036854775807)",
-     [](Call& c) { c.inputs.mask.strides[3] = std::numeric_limits<std::int64_t>::max(); }},
+     [](Call& c) { c.inputs.visibility.mask.strides[3] = std::numeric_limits<std::int64_t>::max(); }},
     {"query must be addressable with 64-bit offsets; got query (1099511627776, 1099511627776, 8, 64) with strides "
      "(0, 0, 64, 1)",
      [](Call& c) {
@@ -269,25 +270,28 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.options.softcap = 1e-50; }},
     {"softcap must be 0 or between 1e-30 and 1e30, but in float64; got softcap 1e+31",
      [](Call& c) { c.options.softcap = 1e31; }},
-    {"mask must have 2, 3 or 4 dimensions; got mask (24)", [](Call& c) { c.inputs.mask = tensor(DType::kBool, 24); }},
-    {"mask must be bool; got mask float32", [](Call& c) { c.inputs.mask.dtype = DType::kFloat32; }},
+    {"mask must have 2, 3 or 4 dimensions; got mask (24)",
+     [](Call& c) { c.inputs.visibility.mask = tensor(DType::kBool, 24); }},
+    {"mask must be bool; got mask float32", [](Call& c) { c.inputs.visibility.mask.dtype = DType::kFloat32; }},
     {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 3, 16, 24)",
-     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 2, 3, 16, 24); }},
+     [](Call& c) { c.inputs.visibility.mask = tensor(DType::kBool, 2, 3, 16, 24); }},
     {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (24, 16)",
-     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 24, 16); }},
+     [](Call& c) { c.inputs.visibility.mask = tensor(DType::kBool, 24, 16); }},
     {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 16, 24)",
-     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 2, 16, 24); }},
+     [](Call& c) { c.inputs.visibility.mask = tensor(DType::kBool, 2, 16, 24); }},
     {"mask must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got mask (2, 24): if that is (B, Sk), "
      "make it (B, 1, Sk), in Python mask[:, None, :]",
-     [](Call& c) { c.inputs.mask = tensor(DType::kBool, 2, 24); }},
+     [](Call& c) { c.inputs.visibility.mask = tensor(DType::kBool, 2, 24); }},
     {"bias must broadcast to (B, H or Hkv, Sq, Sk) = (2, 8 or 2, 16, 24); got bias (2, 1, 1, 0)",
      [](Call& c) { c.inputs.bias = tensor(DType::kFloat32, 2, 1, 1, 0); }},
     {"bias must have query's dtype or float32; got bias float16, query bfloat16",
      [](Call& c) { c.inputs.bias.dtype = DType::kFloat16; }},
     {"seqlens_k must have 1 dimension; got seqlens_k (2, 1)",
-     [](Call& c) { c.inputs.seqlens_k = tensor(DType::kInt32, 2, 1); }},
-    {"seqlens_k must be int32; got seqlens_k bool", [](Call& c) { c.inputs.seqlens_k.dtype = DType::kBool; }},
-    {"seqlens_k must have the shape (B) = (2); got seqlens_k (3)", [](Call& c) { c.inputs.seqlens_k.shape[0] = 3; }},
+     [](Call& c) { c.inputs.visibility.seqlens_k = tensor(DType::kInt32, 2, 1); }},
+    {"seqlens_k must be int32; got seqlens_k bool",
+     [](Call& c) { c.inputs.visibility.seqlens_k.dtype = DType::kBool; }},
+    {"seqlens_k must have the shape (B) = (2); got seqlens_k (3)",
+     [](Call& c) { c.inputs.visibility.seqlens_k.shape[0] = 3; }},
     {"out must be given; got out without a tensor", [](Call& c) { c.outputs.out = {}; }},
     {"out must be bfloat16; got out float32", [](Call& c) { c.outputs.out.dtype = DType::kFloat32; }},
     {"out must be contiguous; got out (2, 16, 8, 64) with strides (8192, 64, 1024, 1)",
@@ -315,9 +319,9 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.gradients.dkey = c.gradients.dquery; }},
     {"dvalue must be contiguous; got dvalue (2, 24, 2, 64) with strides (3072, 64, 1536, 1)",
      [](Call& c) { c.gradients.dvalue.strides = {3072, 64, 1536, 1}; }},
-    {"plan must have data; got 64 bytes at a null pointer", [](Call& c) { c.inputs.plan = {nullptr, 64}; }},
+    {"plan must have data; got 64 bytes at a null pointer", [](Call& c) { c.inputs.visibility.plan = {nullptr, 64}; }},
     {"plan must be aligned to 64 bytes; got plan unaligned",
-     [](Call& c) { c.inputs.plan = {reinterpret_cast<void*>(std::uintptr_t{4096 + 32}), 64}; }},
+     [](Call& c) { c.inputs.visibility.plan = {reinterpret_cast<void*>(std::uintptr_t{4096 + 32}), 64}; }},
     {"dbias needs a bias; got dbias (1, 8, 16, 1), no bias", [](Call& c) { c.inputs.bias = {}; }},
     {"dbias must have the shape of the bias = (1, 8, 16, 1); got dbias (2, 8, 16, 24)",
      [](Call& c) { c.gradients.dbias = tensor(DType::kBFloat16, 2, 8, 16, 24); }},

@@ -19,7 +19,7 @@ void fill(const AttentionProblem& problem, const Gpu& gpu, const PreparedVisibil
   params->key = problem.key;
   params->value = problem.value;
   params->bias = problem.bias;
-  params->mask = problem.mask;
+  params->mask = problem.visibility.mask;
   params->bias_by_row = problem.bias.defined() && problem.bias.rows > 1;
   params->batch = static_cast<std::int32_t>(problem.batch);
   params->rows = static_cast<std::int32_t>(problem.rows);

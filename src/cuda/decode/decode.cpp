@@ -59,8 +59,8 @@ bool decode_applies(const AttentionProblem& problem) {
     const std::int64_t of_rows = view.row_stride != 0 ? problem.rows : 1;
     return of_rows * (differs_by_head(view, problem.group()) ? problem.group() : 1) <= kMostDistinctEntries;
   };
-  return problem.rows <= kMostRows && problem.keys >= kLeastKeys && few_entries(problem.mask) &&
-         few_entries(problem.interval_begin) && few_entries(problem.interval_end);
+  return problem.rows <= kMostRows && problem.keys >= kLeastKeys && few_entries(problem.visibility.mask) &&
+         few_entries(problem.visibility.intervals.begin) && few_entries(problem.visibility.intervals.end);
 }
 
 std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim) {
@@ -73,7 +73,7 @@ std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int 
 }
 
 std::size_t decode_workspace(const AttentionProblem& problem, int processors) {
-  const bool listed = problem.mask.defined() || problem.interval_begin.defined();
+  const bool listed = problem.visibility.mask.defined() || problem.visibility.intervals.defined();
   const std::int32_t splits =
       split_count(problem.batch, problem.key_heads, problem.rows * problem.group(), problem.keys, listed, processors);
   return decode_partial_bytes(problem.batch * problem.heads * problem.rows, splits, static_cast<int>(problem.head_dim));

@@ -15,26 +15,29 @@ namespace {
 
 // A mask with an entry of its own for every row is packed; others are read as they are, once a key.
 bool needs_packing(const AttentionProblem& problem) {
-  return problem.mask.defined() && without_copies(problem.mask).rows > 1;
+  const BroadcastView& mask = problem.visibility.mask;
+  return mask.defined() && without_copies(mask).rows > 1;
 }
 
 // How many keys the rows of a chunk see at most; 0: unknown.
 std::int64_t list_limit(const AttentionProblem& problem) {
-  return problem.interval_window == 0 ? 0 : std::min(problem.interval_window, problem.keys) + kChunkRows;
+  const std::int64_t window_size = problem.visibility.intervals.window_size;
+  return window_size == 0 ? 0 : std::min(window_size, problem.keys) + kChunkRows;
 }
 
 }  // namespace
 
 Visibility visibility_of(const AttentionProblem& problem) {
+  const VisibilityViews& views = problem.visibility;
   Visibility visibility;
   visibility.rows = static_cast<std::int32_t>(problem.rows);
   visibility.keys = static_cast<std::int32_t>(problem.keys);
-  visibility.is_causal = problem.is_causal;
-  visibility.seqlens = problem.seqlens;
-  visibility.seqlens_stride = problem.seqlens_stride;
-  visibility.begin = problem.interval_begin;
-  visibility.end = problem.interval_end;
-  if (problem.mask.defined() && !needs_packing(problem)) visibility.key_mask = without_copies(problem.mask);
+  visibility.is_causal = views.is_causal;
+  visibility.seqlens = views.seqlens;
+  visibility.seqlens_stride = views.seqlens_stride;
+  visibility.begin = views.intervals.begin;
+  visibility.end = views.intervals.end;
+  if (views.mask.defined() && !needs_packing(problem)) visibility.key_mask = without_copies(views.mask);
   return visibility;
 }
 
@@ -61,13 +64,15 @@ Status check_problem(const AttentionProblem& problem) {
   return check_blocks(problem);
 }
 
-bool is_planned(const AttentionProblem& problem) { return problem.mask.defined() || problem.interval_begin.defined(); }
+bool is_planned(const AttentionProblem& problem) {
+  return problem.visibility.mask.defined() || problem.visibility.intervals.defined();
+}
 
 void PreparedVisibility::arrange(const AttentionProblem& problem, Arena* arena) {
   planned = is_planned(problem);
-  given = planned && problem.plan != nullptr && problem.keys > 0;
+  given = planned && problem.visibility.plan.data != nullptr && problem.keys > 0;
   if (given) {
-    Arena memory(const_cast<void*>(problem.plan));  // read only
+    Arena memory(const_cast<void*>(problem.visibility.plan.data));  // read only
     arrange_plan(problem, &memory);
   } else if (planned) {
     arrange_plan(problem, arena);
@@ -80,8 +85,9 @@ void PreparedVisibility::arrange(const AttentionProblem& problem, Arena* arena) 
 void PreparedVisibility::arrange_plan(const AttentionProblem& problem, Arena* arena) {
   visibility = visibility_of(problem);
   if (needs_packing(problem)) {
-    packed_memory_ = arena->take<std::byte>(packed_mask_bytes(problem.mask, problem.rows, problem.keys));
-    visibility.packed = packed_mask_at(problem.mask, problem.rows, problem.keys, packed_memory_);
+    const BroadcastView& mask = problem.visibility.mask;
+    packed_memory_ = arena->take<std::byte>(packed_mask_bytes(mask, problem.rows, problem.keys));
+    visibility.packed = packed_mask_at(mask, problem.rows, problem.keys, packed_memory_);
     // While only measured there are no words, and yet the plan's shape depends on there being some.
     static const std::uint32_t kNoWords = 0;
     if (packed_memory_ == nullptr) visibility.packed.words = &kNoWords;
@@ -99,7 +105,7 @@ void PreparedVisibility::write(const AttentionProblem& problem, Launches* launch
   if (given || plan_memory_ == nullptr) return;  // written before, or nothing to plan
   if (needs_packing(problem)) {
     launches->then([&] {
-      return pack_mask(problem.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
+      return pack_mask(problem.visibility.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
   }
   launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, &plan, stream, staging_); });

@@ -33,6 +33,7 @@ struct PackedMask {
   }
 };
 
+// A call's VisibilityViews as kernels read them: what they decide about a score by, without the plan.
 struct Visibility {
   std::int32_t rows = 0, keys = 0;
   bool is_causal = false;

@@ -200,7 +200,7 @@ Result run(Case& c, bool by_graph) {
   AttentionProblem shapes;
   shapes.batch = sizes.batch, shapes.rows = sizes.rows, shapes.keys = sizes.keys;
   shapes.heads = sizes.heads, shapes.key_heads = sizes.key_heads, shapes.head_dim = c.head_dim;
-  shapes.mask = params.mask, shapes.interval_begin = params.visibility.begin;
+  shapes.visibility.mask = params.mask, shapes.visibility.intervals.begin = params.visibility.begin;
   DeviceMemory workspace(decode_workspace(shapes, c.processors));
   cudaStream_t stream;
   expect_success(cudaStreamCreate(&stream));
@@ -380,7 +380,7 @@ TEST(Decode, AppliesToFewRowsAndManyKeys) {
   problem.rows = 1, problem.keys = 16;
   EXPECT_FALSE(decode_applies(problem));
   problem.keys = 65536;
-  problem.mask.row_stride = 65536;
+  problem.visibility.mask.row_stride = 65536;
   EXPECT_TRUE(decode_applies(problem));
   problem.rows = 8;
   EXPECT_FALSE(decode_applies(problem));
