@@ -18,7 +18,7 @@ namespace flash_dmattn {
 
 // What make_attention_plan wrote, of one Visibility. It holds no pointers: it may be copied and moved.
 struct AttentionPlan {
-  const void* data = nullptr;  // aligned to 64, on the device of the tensors; null: none
+  const void* data = nullptr;  // aligned to kMemoryAlignment, on the device of the tensors; null: none
   std::size_t bytes = 0;       // as attention_plan_bytes says
 };
 
@@ -116,12 +116,14 @@ Status attention_plan_bytes(const AttentionInputs&, const AttentionOptions&, con
                             std::size_t* bytes);
 Status attention_plan_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
                                 std::size_t* bytes);
-// Writes the plan into `bytes` bytes at `plan`, as many as attention_plan_bytes says, aligned to 64. The workspace is
-// scratch memory as below. Enqueued on the stream, never waits; the contents of mask and intervals are read then.
+// Writes the plan into `bytes` bytes at `plan`, as many as attention_plan_bytes says, aligned to kMemoryAlignment. The
+// workspace is scratch memory as below. Enqueued on the stream, never waits; the contents of mask and intervals are
+// read then.
 Status make_attention_plan(const AttentionInputs&, const AttentionOptions&, void* plan, std::size_t bytes,
                            void* workspace, std::size_t workspace_bytes, const AttentionContext&);
 
-// Bytes of scratch memory the call needs, aligned to 64. O(Sq + Sk) per head and worker. Less with a plan.
+// Bytes of scratch memory the call needs, aligned to kMemoryAlignment. O(Sq + Sk) per head and worker. Less with a
+// plan.
 Status attention_forward_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
                                    std::size_t* bytes);
 Status attention_backward_workspace(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,

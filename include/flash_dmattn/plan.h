@@ -32,8 +32,9 @@ struct PlanReport {
 // key and value count; their elements are not read, and value may be left out. O(planning) time, which for a mask
 // with an entry for every score means reading it once.
 //
-// On CUDA `workspace` holds the bytes that the query gives, aligned to 64, and the call waits for the stream, since it
-// answers on the host; it looks at every visited score. The CPU needs none and allocates for the call's duration.
+// On CUDA `workspace` holds the bytes that the query gives, aligned to kMemoryAlignment, and the call waits for the
+// stream, since it answers on the host; it looks at every visited score. The CPU needs none and allocates for the
+// call's duration.
 Status plan_report_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
                              std::size_t* bytes);
 Status plan_report(const AttentionInputs&, const AttentionOptions&, PlanReport*, void* workspace,

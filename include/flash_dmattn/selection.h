@@ -43,7 +43,7 @@ struct SelectionContext {
   Device device{};               // of all tensors and the workspace
 };
 
-// Bytes of scratch memory, aligned to 64: O(w) per worker.
+// Bytes of scratch memory, aligned to kMemoryAlignment: O(w) per worker.
 Status select_keys_workspace(const SelectionInputs&, const SelectionOptions&, const SelectionContext&,
                              std::size_t* bytes);
 

@@ -25,6 +25,9 @@ constexpr std::size_t size_of(DType dtype) {
   return 0;
 }
 
+// Where workspaces and plans must begin, in bytes: a cache line, and the widest vector.
+constexpr std::size_t kMemoryAlignment = 64;
+
 // "float32", "bool", ...
 const char* name_of(DType dtype);
 

@@ -9,7 +9,6 @@
 #include <string>
 
 #include "api/check_tensor.h"
-#include "api/workspace.h"
 
 namespace flash_dmattn::internal {
 namespace {
@@ -205,8 +204,9 @@ Status read_plan(const AttentionPlan& plan, AttentionProblem* problem) {
   if (plan.data == nullptr && plan.bytes != 0) {
     return Status::invalid("plan", "must have data", std::to_string(plan.bytes) + " bytes at a null pointer");
   }
-  if (reinterpret_cast<std::uintptr_t>(plan.data) % kWorkspaceAlignment != 0) {
-    return Status::invalid("plan", "must be aligned to 64 bytes", "plan unaligned");
+  if (reinterpret_cast<std::uintptr_t>(plan.data) % kMemoryAlignment != 0) {
+    return Status::invalid("plan", "must be aligned to " + std::to_string(kMemoryAlignment) + " bytes",
+                           "plan unaligned");
   }
   problem->visibility.plan = plan;
   return {};

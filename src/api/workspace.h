@@ -8,17 +8,16 @@
 
 #include "flash_dmattn/executor.h"
 #include "flash_dmattn/status.h"
+#include "flash_dmattn/tensor.h"
 
 namespace flash_dmattn::internal {
 
-constexpr std::size_t kWorkspaceAlignment = 64;
-
 inline Status check_memory(const char* name, const void* memory, std::size_t bytes, std::size_t needed) {
   if (needed == 0) return Status();
-  const bool aligned = reinterpret_cast<std::uintptr_t>(memory) % kWorkspaceAlignment == 0;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(memory) % kMemoryAlignment == 0;
   if (memory != nullptr && aligned && bytes >= needed) return Status();
   return Status::invalid(
-      name, "must hold " + std::to_string(needed) + " bytes, aligned to 64",
+      name, "must hold " + std::to_string(needed) + " bytes, aligned to " + std::to_string(kMemoryAlignment),
       memory == nullptr ? "null" : std::to_string(bytes) + " bytes" + (aligned ? "" : ", not aligned"));
 }
 
@@ -36,8 +35,8 @@ class OwnWorkspace {
  public:
   explicit OwnWorkspace(std::size_t bytes)
       : bytes_(bytes),
-        memory_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow)) {}
-  ~OwnWorkspace() { ::operator delete(memory_, std::align_val_t{kWorkspaceAlignment}); }
+        memory_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{kMemoryAlignment}, std::nothrow)) {}
+  ~OwnWorkspace() { ::operator delete(memory_, std::align_val_t{kMemoryAlignment}); }
   OwnWorkspace(const OwnWorkspace&) = delete;
   OwnWorkspace& operator=(const OwnWorkspace&) = delete;
 

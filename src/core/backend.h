@@ -22,8 +22,9 @@ struct CallContext {
   Executor& workers() const { return executor != nullptr ? *executor : default_executor(); }
 };
 
-// Workspaces hold the bytes that the query before them gives for the same arguments, aligned to 64. Problems of
-// attention are never empty (AttentionProblem::empty): src/api answers those itself, with `check` and `clear`.
+// Workspaces hold the bytes that the query before them gives for the same arguments, aligned to kMemoryAlignment.
+// Problems of attention are never empty (AttentionProblem::empty): src/api answers those itself, with `check` and
+// `clear`.
 struct Backend {
   // How many bytes of memory a problem needs. Left null: none.
   template <typename Problem>

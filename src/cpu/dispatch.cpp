@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/arena.h"
 #include "core/log.h"
 #include "cpu/backend.h"
 #include "cpu/config.h"
@@ -116,16 +117,51 @@ ChosenKernels find_kernels(DType dtype) {
   return {};
 }
 
+// How a call is computed, and where its memory lies. With an arena that measures, what it leaves used is the workspace.
+struct ForwardSetup {
+  ChosenKernels chosen;
+  ForwardSchedule schedule;
+  int workers;
+  void* indices;
+  WorkerScratch scratch;
+
+  ForwardSetup(const AttentionProblem& problem, const Executor& executor, Arena* arena)
+      : chosen(choose_kernels(problem.dtype)),
+        schedule(make_forward_schedule(problem, executor.concurrency())),
+        workers(worker_count(problem, schedule.units, executor)),
+        indices(arena->take<std::byte>(IntervalIndices::bytes(problem))),
+        scratch(workers, chosen.kernels->forward_scratch(problem, schedule), arena) {}
+};
+
+struct BackwardSetup {
+  ChosenKernels chosen;
+  BackwardSchedule schedule;
+  int workers;
+  void* indices;
+  void* sums;  // shared by all units
+  WorkerScratch scratch;
+
+  BackwardSetup(const BackwardProblem& problem, const Executor& executor, Arena* arena)
+      : chosen(choose_kernels(problem.dtype)),
+        schedule(make_backward_schedule(problem, executor.concurrency())),
+        workers(worker_count(problem, schedule.units, executor)),
+        indices(arena->take<std::byte>(IntervalIndices::bytes(problem))),
+        sums(arena->take<std::byte>(chosen.kernels->backward_sums(problem, schedule))),
+        scratch(workers, chosen.kernels->backward_scratch(problem, schedule), arena) {}
+};
+
 // Printed when the work is done, since what was planned depends on the mask's elements.
-void log_call(const char* direction, const AttentionProblem& problem, const KernelSet& set, int chunk_rows,
-              int pass_heads, std::int64_t units, int workers, const AttentionCounters& counted) {
+template <typename Setup>
+void log_call(const char* direction, const AttentionProblem& problem, const Setup& setup,
+              const AttentionCounters& counted) {
   const bool bits = counted.plans_bitmap > 0;
   const double kept = static_cast<double>(counted.scores_kept);
   std::fprintf(stderr,
                "flash_dmattn: cpu/%s %s: chunks of %d rows x %d heads, %lld units, %d workers; plans: %lld list, %lld "
                "range, %s, %.2f computed per kept score (%s)\n",
-               set.name, describe_call(direction, problem).c_str(), chunk_rows, pass_heads,
-               static_cast<long long>(units), workers, static_cast<long long>(counted.plans_listed),
+               setup.chosen.set->name, describe_call(direction, problem).c_str(), setup.schedule.chunk_rows,
+               setup.schedule.pass_heads, static_cast<long long>(setup.schedule.units), setup.workers,
+               static_cast<long long>(counted.plans_listed),
                static_cast<long long>(counted.plans - counted.plans_listed), bits ? "bitmap" : "prefix",
                kept > 0 ? static_cast<double>(counted.scores_computed) / kept : 0.0, plan_rule(problem.visibility));
 }
@@ -139,67 +175,52 @@ ChosenKernels choose_kernels(DType dtype) {
 }
 
 std::size_t forward_workspace(const AttentionProblem& problem, const Executor& executor) {
-  const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
-  const Kernels& kernels = *choose_kernels(problem.dtype).kernels;
-  return aligned(IntervalIndices::bytes(problem)) +
-         static_cast<std::size_t>(worker_count(problem, schedule.units, executor)) *
-             aligned(kernels.forward_scratch(problem, schedule));
+  Arena arena(nullptr);
+  ForwardSetup(problem, executor, &arena);
+  return arena.used();
 }
 
 void forward(const ForwardProblem& problem, void* workspace, Executor& executor, AttentionCounters* counters) {
-  const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
-  const ChosenKernels chosen = choose_kernels(problem.dtype);
-  const Kernels& kernels = *chosen.kernels;
-  const int workers = worker_count(problem, schedule.units, executor);
-  const std::size_t scratch = aligned(kernels.forward_scratch(problem, schedule));
+  Arena arena(workspace);
+  const ForwardSetup setup(problem, executor, &arena);
+  const ForwardSchedule& schedule = setup.schedule;
+  const Kernels& kernels = *setup.chosen.kernels;
   const bool logs = logging();
-  const IntervalIndices indices = build_indices(problem, workspace, executor);
-  std::byte* scratches = static_cast<std::byte*>(workspace) + aligned(IntervalIndices::bytes(problem));
-  WorkerCounters counted(counters != nullptr || logs ? workers : 0);
-  run_units(schedule.units, workers, executor, kernels, [&](std::int64_t unit, int worker) {
-    kernels.forward_unit(problem, schedule, indices, unit, scratches + static_cast<std::size_t>(worker) * scratch,
-                         counted.of(worker));
+  const IntervalIndices indices = build_indices(problem, setup.indices, executor);
+  WorkerCounters counted(counters != nullptr || logs ? setup.workers : 0);
+  run_units(schedule.units, setup.workers, executor, kernels, [&](std::int64_t unit, int worker) {
+    kernels.forward_unit(problem, schedule, indices, unit, setup.scratch.of(worker), counted.of(worker));
   });
   const AttentionCounters sum = counted.sum(problem, kForwardRowTile);
   if (counters != nullptr) add_counters(sum, counters);
-  if (logs) {
-    log_call("forward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers, sum);
-  }
+  if (logs) log_call("forward", problem, setup, sum);
 }
 
 std::size_t backward_workspace(const BackwardProblem& problem, const Executor& executor) {
-  const BackwardSchedule schedule = make_backward_schedule(problem, executor.concurrency());
-  const Kernels& kernels = *choose_kernels(problem.dtype).kernels;
-  return aligned(IntervalIndices::bytes(problem)) + aligned(kernels.backward_sums(problem, schedule)) +
-         static_cast<std::size_t>(worker_count(problem, schedule.units, executor)) *
-             aligned(kernels.backward_scratch(problem, schedule));
+  Arena arena(nullptr);
+  BackwardSetup(problem, executor, &arena);
+  return arena.used();
 }
 
 void backward(const BackwardProblem& problem, void* workspace, Executor& executor, AttentionCounters* counters) {
-  const BackwardSchedule schedule = make_backward_schedule(problem, executor.concurrency());
-  const ChosenKernels chosen = choose_kernels(problem.dtype);
-  const Kernels& kernels = *chosen.kernels;
-  const int workers = worker_count(problem, schedule.units, executor);
-  const std::size_t scratch = aligned(kernels.backward_scratch(problem, schedule));
-  const IntervalIndices indices = build_indices(problem, workspace, executor);
-  std::byte* sums = static_cast<std::byte*>(workspace) + aligned(IntervalIndices::bytes(problem));
-  std::byte* scratches = sums + aligned(kernels.backward_sums(problem, schedule));
+  Arena arena(workspace);
+  const BackwardSetup setup(problem, executor, &arena);
+  const BackwardSchedule& schedule = setup.schedule;
+  const Kernels& kernels = *setup.chosen.kernels;
   const bool logs = logging();
-  WorkerCounters counted(counters != nullptr || logs ? workers : 0);
-  run_units(schedule.units, workers, executor, kernels, [&](std::int64_t unit, int worker) {
-    kernels.backward_unit(problem, schedule, indices, unit, sums,
-                          scratches + static_cast<std::size_t>(worker) * scratch, counted.of(worker));
+  const IntervalIndices indices = build_indices(problem, setup.indices, executor);
+  WorkerCounters counted(counters != nullptr || logs ? setup.workers : 0);
+  run_units(schedule.units, setup.workers, executor, kernels, [&](std::int64_t unit, int worker) {
+    kernels.backward_unit(problem, schedule, indices, unit, setup.sums, setup.scratch.of(worker), counted.of(worker));
   });
   const std::int64_t parts = kernels.finish_parts(problem, schedule);
   if (parts > 0) {
     run_units(parts, worker_count(problem, parts, executor), executor, kernels,
-              [&](std::int64_t part, int) { kernels.finish_part(problem, schedule, part, sums); });
+              [&](std::int64_t part, int) { kernels.finish_part(problem, schedule, part, setup.sums); });
   }
   const AttentionCounters sum = counted.sum(problem, kBackwardRowTile);
   if (counters != nullptr) add_counters(sum, counters);
-  if (logs) {
-    log_call("backward", problem, *chosen.set, schedule.chunk_rows, schedule.pass_heads, schedule.units, workers, sum);
-  }
+  if (logs) log_call("backward", problem, setup, sum);
 }
 
 }  // namespace flash_dmattn::internal::cpu

@@ -14,22 +14,29 @@ namespace {
 // Memory of the indices and of one planner for every worker.
 class PlanMemory {
  public:
-  PlanMemory(const AttentionProblem& problem, const ForwardSchedule& schedule, int workers)
-      : indices_(aligned(IntervalIndices::bytes(problem))),
-        planner_(aligned(ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kForwardRowTile))),
-        bytes_(indices_ + static_cast<std::size_t>(workers) * planner_),
-        lines_(bytes_ / sizeof(Line)) {}
+  PlanMemory(const AttentionProblem& problem, const ForwardSchedule& schedule, int workers) {
+    const auto arrange = [&](void* block) {
+      Arena arena(block);
+      indices_ = arena.take<std::byte>(IntervalIndices::bytes(problem));
+      planners_ =
+          WorkerScratch(workers, ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kForwardRowTile), &arena);
+      return arena.used();
+    };
+    lines_.resize(arrange(nullptr) / sizeof(Line));
+    arrange(lines_.data());
+  }
 
-  std::size_t bytes() const { return bytes_; }
-  void* indices() { return lines_.data(); }
-  void* planner(int worker) { return lines_.data() + (indices_ + static_cast<std::size_t>(worker) * planner_) / 64; }
+  std::size_t bytes() const { return lines_.size() * sizeof(Line); }
+  void* indices() const { return indices_; }
+  void* planner(int worker) const { return planners_.of(worker); }
 
  private:
-  struct alignas(Arena::kAlignment) Line {
-    std::byte bytes[Arena::kAlignment];
+  struct alignas(kMemoryAlignment) Line {
+    std::byte bytes[kMemoryAlignment];
   };
-  std::size_t indices_, planner_, bytes_;
   std::vector<Line> lines_;
+  void* indices_ = nullptr;
+  WorkerScratch planners_;
 };
 
 // As the forward counts when it walks over the plan with `heads` query heads.
@@ -76,7 +83,7 @@ PlannedChunk write_out(const ChunkPlan& plan) {
 std::size_t count_plans(const AttentionProblem& problem, const ForwardSchedule& schedule, Executor& executor,
                         AttentionCounters* counters) {
   const int workers = worker_count(problem, schedule.units, executor);
-  PlanMemory memory(problem, schedule, workers);
+  const PlanMemory memory(problem, schedule, workers);
   const IntervalIndices indices = build_indices(problem, memory.indices(), executor);
   WorkerCounters counted(workers);
   run_units(schedule.units, workers, executor, Kernels{}, [&](std::int64_t index, int worker) {
@@ -117,7 +124,7 @@ void plan_report_fp64(const AttentionProblem& problem, Executor& executor, PlanR
 void plan_chunks(const AttentionProblem& problem, Executor& executor, std::int64_t batch, std::int64_t head,
                  std::vector<PlannedChunk>* chunks) {
   const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
-  PlanMemory memory(problem, schedule, 1);
+  const PlanMemory memory(problem, schedule, 1);
   const IntervalIndices indices = build_indices(problem, memory.indices(), executor);
   ChunkPlanner planner(problem, indices, schedule.chunk_rows, kForwardRowTile, memory.planner(0));
   for (std::int64_t row = 0; row < problem.rows; row += schedule.chunk_rows) {

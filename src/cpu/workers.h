@@ -16,10 +16,6 @@
 
 namespace flash_dmattn::internal::cpu {
 
-inline std::size_t aligned(std::size_t bytes) {
-  return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
-}
-
 // How many workers the call is worth, at most one a unit.
 int worker_count(const AttentionProblem&, std::int64_t units, const Executor&);
 
@@ -39,6 +35,20 @@ void run_units(std::int64_t units, int workers, Executor& executor, const Kernel
     executor.run(workers, work);
   }
 }
+
+// Scratch memory for every worker.
+class WorkerScratch {
+ public:
+  WorkerScratch() = default;
+  WorkerScratch(int workers, std::size_t bytes, Arena* arena)
+      : stride_(aligned(bytes)), memory_(arena->take<std::byte>(static_cast<std::size_t>(workers) * stride_)) {}
+
+  void* of(int worker) const { return memory_ + static_cast<std::size_t>(worker) * stride_; }
+
+ private:
+  std::size_t stride_ = 0;
+  std::byte* memory_ = nullptr;
+};
 
 // The indices of all heads, built, in IntervalIndices::bytes of `memory`.
 IntervalIndices build_indices(const AttentionProblem&, void* memory, Executor&);

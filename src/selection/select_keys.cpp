@@ -85,8 +85,7 @@ void select_head(const SelectionProblem& problem, std::int64_t batch, std::int64
 
 std::size_t heap_bytes(const SelectionProblem& problem) {
   const std::size_t key_size = problem.dtype == DType::kFloat64 ? sizeof(Uint128) : sizeof(std::uint64_t);
-  const std::size_t bytes = static_cast<std::size_t>(std::min(problem.window, problem.keys)) * key_size;
-  return (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
+  return aligned(static_cast<std::size_t>(std::min(problem.window, problem.keys)) * key_size);
 }
 
 int worker_count(const SelectionProblem& problem, const Executor& executor) {

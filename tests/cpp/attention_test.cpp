@@ -268,8 +268,9 @@ TEST(AttentionWorkspace, TooLittleOrUnalignedIsRefused) {
   std::size_t bytes = 0;
   ASSERT_TRUE(attention_forward_workspace(call.inputs(), call.options, {}, &bytes).ok());
   ASSERT_GT(bytes, 0u);
-  std::vector<std::byte> memory(bytes + 128);
-  auto* aligned = memory.data() + (64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64);
+  std::vector<std::byte> memory(bytes + 2 * kMemoryAlignment);
+  auto* aligned =
+      memory.data() + (kMemoryAlignment - reinterpret_cast<std::uintptr_t>(memory.data()) % kMemoryAlignment);
   const auto run = [&](void* workspace, std::size_t size) {
     return attention_forward(call.inputs(), call.options, call.outputs(), workspace, size).argument();
   };

@@ -116,7 +116,7 @@ void require_sound(const Status& status, const AttentionProblem& p) {
   if (p.visibility.mask.defined()) require_sound(p.visibility.mask, p);
   if (p.bias.defined()) require_sound(p.bias, p);
   require(p.visibility.plan.data != nullptr || p.visibility.plan.bytes == 0);
-  require(reinterpret_cast<std::uintptr_t>(p.visibility.plan.data) % 64 == 0);
+  require(reinterpret_cast<std::uintptr_t>(p.visibility.plan.data) % kMemoryAlignment == 0);
 }
 
 }  // namespace

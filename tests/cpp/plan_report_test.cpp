@@ -177,7 +177,7 @@ struct PlannedInputs : AttentionInputs {
     key = contiguous_view(kMemory, DType::kBFloat16, batch, keys, key_heads, 64);
   }
 
-  alignas(64) static inline const std::byte kMemory[64] = {};
+  alignas(kMemoryAlignment) static inline const std::byte kMemory[kMemoryAlignment] = {};
 };
 
 TEST(AttentionPlans, AreOfNoUseOnTheCpu) {
