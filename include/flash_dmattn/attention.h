@@ -50,7 +50,7 @@ struct AttentionInputs {
 
 struct AttentionOptions {
   std::optional<double> scale{};  // default 1 / sqrt(D)
-  // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias. At least 1e-30 and at most 1e30 but in float64.
+  // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias. Between 1e-30 and 1e30, except in float64.
   double softcap = 0.0;
   bool deterministic = false;  // identical bits in repeated runs, for any number of threads
 };
@@ -105,13 +105,14 @@ struct AttentionContext {
 };
 
 // What the forward and the backward find out about the Visibility before they compute, made once to be used by both, or
-// by many calls. Of query and key only the sizes count; value may be left out, bias and options do not matter. The
-// query heads and the batch may be as few as mask and intervals tell apart: one head if all share them, Hkv if query
-// heads of a group do. seqlens_k counts as telling the batch apart.
+// by many calls. Of query and key only their sizes are read; value may be left out, bias and options do not matter.
+// query and key may have fewer heads and a smaller batch than those calls: as many as the Visibility tells apart. That
+// is one head if all see the same, Hkv if the query heads of a key head do, and B = 1 if all batch elements see the
+// same, which they do not with seqlens_k.
 //
-// 0 bytes: there is nothing to plan, and a plan that is given is not looked at. So it is on the CPU, without mask and
-// intervals, and where nothing is computed. Where bytes are needed a given plan must have exactly as many. A forward of
-// few rows plans differently and leaves a plan to its backward. Neither query below asks the device.
+// 0 bytes: nothing is planned. That is so on the CPU, without mask and intervals, and where nothing is computed; a plan
+// that is given all the same is ignored. Otherwise a plan that is given must have exactly that many bytes. A forward of
+// few rows makes no use of a plan, its backward does. The two queries for bytes do not ask the device.
 Status attention_plan_bytes(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,
                             std::size_t* bytes);
 Status attention_plan_workspace(const AttentionInputs&, const AttentionOptions&, const AttentionContext&,

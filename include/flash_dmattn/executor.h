@@ -13,14 +13,14 @@ class Executor {
   // How many workers may run at the same time, at least 1.
   virtual int concurrency() const = 0;
 
-  // Calls task(worker) once for every worker in [0, workers) and returns when all are done. Workers
-  // may run one after another: no task ever waits for another. The library's tasks never throw.
+  // Calls task(worker) once for every worker in [0, workers), on any threads, at the same time or one after another,
+  // and returns when all these calls have returned. They never wait for each other and never throw.
   virtual void run(int workers, const std::function<void(int worker)>& task) = 0;
 };
 
 // The library's own pool, used when a call names no executor. Its threads sleep between calls.
-// Created at the first use with one worker per core the process may run on, or with the environment
-// variable FLASH_DMATTN_NUM_THREADS.
+// Created at the first use, with as many workers as the environment variable FLASH_DMATTN_NUM_THREADS says, else one
+// for each core that the process may run on.
 Executor& default_executor();
 
 // Where a call's tensors and workspace are and its work runs.

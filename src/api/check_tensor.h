@@ -35,7 +35,7 @@ struct Expected {
   Layout layout;
 };
 
-// What error messages show. Only for a rule that is broken.
+// Texts for error messages, made once a rule turns out to be broken.
 // "key (2, 8, 4, 32)". The rank may be any number here: checking it is what led to the message.
 std::string show(const char* name, const TensorView& view);
 std::string show_dtype(const char* name, DType dtype);

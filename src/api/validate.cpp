@@ -199,7 +199,7 @@ Status read_seqlens(const TensorView& seqlens, AttentionProblem* problem) {
   return {};
 }
 
-// What it holds is known to the backend alone.
+// Only the backend that made a plan can read it: here its address is checked, its size where the backend is known.
 Status read_plan(const AttentionPlan& plan, AttentionProblem* problem) {
   if (plan.data == nullptr && plan.bytes != 0) {
     return Status::invalid("plan", "must have data", std::to_string(plan.bytes) + " bytes at a null pointer");

@@ -1,4 +1,4 @@
-// Validated arguments in the one form that every backend reads. Nothing here is checked again.
+// Validated arguments in the one form that every backend reads. They obey docs/semantics.md; nobody checks them again.
 #pragma once
 
 #include <cstddef>

@@ -118,7 +118,7 @@ void for_each_row(const AttentionProblem& p, int max_workers, Executor& executor
   const int workers = static_cast<int>(std::min<std::int64_t>(max_workers, units));
   if (workers <= 0) return;
   std::vector<std::int64_t> kept(static_cast<std::size_t>(workers));
-  std::vector<VisibleRow> scratch;  // allocated here because tasks must not throw
+  std::vector<VisibleRow> scratch;  // allocated here, since an executor's tasks must not throw
   for (int worker = 0; worker < workers; ++worker) scratch.emplace_back(p);
 
   executor.run(workers, [&](int worker) {

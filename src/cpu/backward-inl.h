@@ -65,40 +65,40 @@ class BackwardUnit {
     }
   }
 
-  void run(const BackwardProblem& problem, const BackwardSchedule& schedule, std::int64_t unit, void* sums_memory,
+  void run(const BackwardProblem& problem, const BackwardSchedule& schedule, std::int64_t index, void* sums_memory,
            AttentionCounters* counters) {
     counters_ = counters;
     const GradientSums sums(problem, schedule, sums_memory);
-    const UnitPlace place = place_of(problem, schedule, unit);
-    begin_sums(sums, unit);
+    const BackwardSchedule::Unit unit = schedule.unit(index);
+    begin_sums(sums, index);
     for (std::int64_t step = 0;; ++step) {
-      const std::int64_t chunk = schedule.chunk(place.split, step);
+      const std::int64_t chunk = schedule.chunk(unit.split, step);
       if (chunk < 0) break;
       const std::int64_t row_begin = chunk * schedule.chunk_rows;
       const std::int64_t rows_left = problem.rows - row_begin;
-      walk_chunk(place, sums, row_begin,
+      walk_chunk(unit, sums, row_begin,
                  static_cast<int>(rows_left < schedule.chunk_rows ? rows_left : schedule.chunk_rows));
     }
-    if (schedule.splits == 1) finish_own_sums(place, sums);
+    if (schedule.splits == 1) finish_own_sums(unit, sums);
   }
 
  private:
   using Packed = typename Products::Packed;
 
-  void begin_sums(const GradientSums& sums, std::int64_t unit) {
+  void begin_sums(const GradientSums& sums, std::int64_t index) {
     const bool own = schedule_.splits == 1;
-    dkey_sums_ = own ? own_dkey_ : sums.dkey(unit, 0);
-    dvalue_sums_ = own ? own_dvalue_ : sums.dvalue(unit, 0);
+    dkey_sums_ = own ? own_dkey_ : sums.dkey(index, 0);
+    dvalue_sums_ = own ? own_dvalue_ : sums.dvalue(index, 0);
     const auto size = static_cast<std::int64_t>(sums.pair_size()) * sums.pairs_per_unit();
     if (problem_.dkey.defined()) fill_floats(dkey_sums_, size, 0.0f);
     if (problem_.dvalue.defined()) fill_floats(dvalue_sums_, size, 0.0f);
-    if (problem_.dbias.defined()) dbias_.begin_unit(sums.columns(unit), sums.columns_size());
+    if (problem_.dbias.defined()) dbias_.begin_unit(sums.columns(index), sums.columns_size());
   }
 
-  void finish_own_sums(const UnitPlace& place, const GradientSums& sums) {
+  void finish_own_sums(const BackwardSchedule::Unit& unit, const GradientSums& sums) {
     for (std::int64_t pair = 0; pair < sums.pairs_per_unit(); ++pair) {
-      const std::int64_t batch = place.batch_begin + pair / schedule_.group_key_heads;
-      const std::int64_t key_head = place.key_head_begin + pair % schedule_.group_key_heads;
+      const std::int64_t batch = unit.batch_begin + pair / schedule_.group_key_heads;
+      const std::int64_t key_head = unit.key_head_begin + pair % schedule_.group_key_heads;
       const std::size_t at = static_cast<std::size_t>(pair) * sums.pair_size();
       if (problem_.dkey.defined()) {
         finish_rows(own_dkey_ + at, 1, 0, sums.row_stride(), 0, problem_.keys, head_dim_,
@@ -113,24 +113,24 @@ class BackwardUnit {
   }
 
   // All pairs of the share group over the rows of one chunk, those that share a head of the bias together.
-  void walk_chunk(const UnitPlace& place, const GradientSums& sums, std::int64_t row_begin, int rows) {
+  void walk_chunk(const BackwardSchedule::Unit& unit, const GradientSums& sums, std::int64_t row_begin, int rows) {
     const std::int64_t group = problem_.group();
     const std::int64_t bias_heads = problem_.dbias.head_divisor;  // query heads to a head of the bias
-    const std::int64_t first_head = place.key_head_begin * group;
+    const std::int64_t first_head = unit.key_head_begin * group;
     const std::int64_t heads = schedule_.group_key_heads * group;
     for (std::int64_t head = first_head; head < first_head + heads; head += schedule_.pass_heads) {
       if (head == first_head || head % bias_heads == 0) dbias_.begin_strip(rows);
       for (std::int64_t i = 0; i < schedule_.group_batches; ++i) {
-        const std::int64_t batch = place.batch_begin + i;
+        const std::int64_t batch = unit.batch_begin + i;
         const ChunkPlan& plan = planner_.plan(batch, head, row_begin, rows);
         if (counters_ != nullptr) count_plan(plan, schedule_.pass_heads, counters_);
         const std::int64_t key_head = head / group;
-        const std::int64_t pair = i * schedule_.group_key_heads + key_head - place.key_head_begin;
+        const std::int64_t pair = i * schedule_.group_key_heads + key_head - unit.key_head_begin;
         attend(plan, batch, key_head, head, sums, static_cast<std::size_t>(pair) * sums.pair_size());
       }
       const std::int64_t next = head + schedule_.pass_heads;
       if (next == first_head + heads || next % bias_heads == 0) {
-        dbias_.end_strip(place.batch_begin, head, row_begin, rows);
+        dbias_.end_strip(unit.batch_begin, head, row_begin, rows);
       }
     }
   }

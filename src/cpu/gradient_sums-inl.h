@@ -59,17 +59,6 @@ class GradientSums {
   std::size_t bytes_ = 0;
 };
 
-// Units are numbered by share group, then split.
-struct UnitPlace {
-  std::int64_t batch_begin, key_head_begin, split;
-};
-HWY_INLINE UnitPlace place_of(const BackwardProblem& problem, const BackwardSchedule& schedule, std::int64_t unit) {
-  const std::int64_t head_groups = (problem.key_heads + schedule.group_key_heads - 1) / schedule.group_key_heads;
-  const std::int64_t group = unit / schedule.splits;
-  return {group / head_groups * schedule.group_batches, group % head_groups * schedule.group_key_heads,
-          unit % schedule.splits};
-}
-
 // Rows [begin, end) of dK or dV of one pair: the sum of its `splits` partial sums, which are
 // `split_stride` floats apart, times `factor`.
 template <typename T>
@@ -113,13 +102,13 @@ HWY_INLINE void finish_columns(const BackwardProblem& problem, const BackwardSch
   for (std::int64_t begin = 0; begin < dbias.keys; begin += kFinishKeys) {
     const std::int64_t count = dbias.keys - begin < kFinishKeys ? dbias.keys - begin : kFinishKeys;
     fill_floats(total, count, 0.0f);
-    for (std::int64_t unit = 0; unit < schedule.units; ++unit) {
-      const UnitPlace place = place_of(problem, schedule, unit);
-      if (dbias.batches > 1 && place.batch_begin != bias_batch) continue;
+    for (std::int64_t index = 0; index < schedule.units; ++index) {
+      const BackwardSchedule::Unit unit = schedule.unit(index);
+      if (dbias.batches > 1 && unit.batch_begin != bias_batch) continue;
       for (std::int64_t column_head = 0; column_head < sums.column_heads(); ++column_head) {
-        const std::int64_t head = place.key_head_begin * problem.group() + column_head;
+        const std::int64_t head = unit.key_head_begin * problem.group() + column_head;
         if (head / dbias.head_divisor != bias_head) continue;
-        const float* from = sums.columns(unit) + column_head * dbias.keys + begin;
+        const float* from = sums.columns(index) + column_head * dbias.keys + begin;
         for (std::int64_t key = 0; key < count; ++key) total[key] += from[key];
       }
     }
@@ -145,8 +134,8 @@ void finish_gradients(const BackwardProblem& problem, const BackwardSchedule& sc
   const std::int64_t end = begin + kFinishKeys < problem.keys ? begin + kFinishKeys : problem.keys;
   const std::int64_t pair = part / key_parts(problem);
   const std::int64_t batch = pair / problem.key_heads, key_head = pair % problem.key_heads;
-  const std::int64_t head_groups = (problem.key_heads + schedule.group_key_heads - 1) / schedule.group_key_heads;
-  const std::int64_t group = batch / schedule.group_batches * head_groups + key_head / schedule.group_key_heads;
+  const std::int64_t group =
+      batch / schedule.group_batches * schedule.head_groups + key_head / schedule.group_key_heads;
   const std::int64_t pair_in_group =
       batch % schedule.group_batches * schedule.group_key_heads + key_head % schedule.group_key_heads;
   const std::int64_t first_unit = group * schedule.splits;

@@ -112,14 +112,19 @@ BackwardSchedule make_backward_schedule(const BackwardProblem& problem, int conc
       if (full_heads) schedule.pass_heads = 1;
     }
   }
-  const std::int64_t groups =
-      ceil_div(problem.batch, schedule.group_batches) * ceil_div(problem.key_heads, schedule.group_key_heads);
+  schedule.head_groups = ceil_div(problem.key_heads, schedule.group_key_heads);
+  const std::int64_t groups = ceil_div(problem.batch, schedule.group_batches) * schedule.head_groups;
   schedule.chunk_rows = choose_chunk_rows(problem, schedule.pass_heads, kBackwardRowTile, groups, concurrency);
   if (schedule.bias_gradient == BiasGradient::kStrip) schedule.chunk_rows = std::min(schedule.chunk_rows, kStripRows);
   schedule.chunks = ceil_div(problem.rows, schedule.chunk_rows);
   schedule.splits = choose_splits(groups, concurrency, schedule.chunks);
   schedule.units = groups * schedule.splits;
   return schedule;
+}
+
+BackwardSchedule::Unit BackwardSchedule::unit(std::int64_t index) const {
+  const std::int64_t group = index / splits;
+  return {group / head_groups * group_batches, group % head_groups * group_key_heads, index % splits};
 }
 
 std::int64_t BackwardSchedule::chunk(std::int64_t split, std::int64_t step) const {

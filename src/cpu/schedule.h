@@ -45,9 +45,15 @@ struct BackwardSchedule {
   BiasGradient bias_gradient = BiasGradient::kNone;
   std::int64_t group_batches = 1;    // batch elements of a share group
   std::int64_t group_key_heads = 1;  // key heads of a share group
+  std::int64_t head_groups = 0;      // share groups of a batch element
   std::int64_t splits = 1;
   std::int64_t units = 0;
 
+  struct Unit {
+    std::int64_t batch_begin, key_head_begin, split;
+  };
+  // Units are numbered by share group, then split.
+  Unit unit(std::int64_t index) const;
   // Chunks of split `split` in the order to walk them; -1 past the last. Folding the chunks back and
   // forth over the splits evens out the causal triangle.
   std::int64_t chunk(std::int64_t split, std::int64_t step) const;

@@ -185,12 +185,13 @@ TEST_P(Attention, DoesWhatItsPlanReports) {
   }
 }
 
-// Scratch memory of exactly the size asked for, on a boundary of 64 and no more, full of NaN.
+// Scratch memory of exactly the size asked for, aligned as it must be and no more, full of NaN.
 class GuardedWorkspace {
  public:
   explicit GuardedWorkspace(std::size_t bytes)
       : bytes_(bytes),
-        memory_(static_cast<std::byte*>(::operator new(kGuard + bytes + kGuard, std::align_val_t{128}))) {
+        memory_(
+            static_cast<std::byte*>(::operator new(kGuard + bytes + kGuard, std::align_val_t{2 * kMemoryAlignment}))) {
     std::fill_n(memory_, kGuard + bytes + kGuard, std::byte{0xff});
   }
   ~GuardedWorkspace() {
@@ -198,7 +199,7 @@ class GuardedWorkspace {
       EXPECT_EQ(memory_[i], std::byte{0xff}) << "written " << kGuard - i << " bytes before the workspace";
       EXPECT_EQ(memory_[kGuard + bytes_ + i], std::byte{0xff}) << "written " << i << " bytes past the workspace";
     }
-    ::operator delete(memory_, std::align_val_t{128});
+    ::operator delete(memory_, std::align_val_t{2 * kMemoryAlignment});
   }
   GuardedWorkspace(const GuardedWorkspace&) = delete;
   GuardedWorkspace& operator=(const GuardedWorkspace&) = delete;
@@ -206,7 +207,7 @@ class GuardedWorkspace {
   void* get() const { return memory_ + kGuard; }
 
  private:
-  static constexpr std::size_t kGuard = 64;
+  static constexpr std::size_t kGuard = kMemoryAlignment;
   std::size_t bytes_;
   std::byte* memory_;
 };
