@@ -19,13 +19,13 @@ namespace {
 // A plan, also where a call would do without, and what it counts to.
 struct ReportScratch {
   PreparedVisibility prepared;
-  std::size_t plan_bytes = 0;
+  std::size_t bytes = 0;  // of the plan and what making it needs
   PlanCounts* counts = nullptr;
 
   void arrange(const AttentionProblem& problem, Arena* arena) {
     prepared.arrange_plan(problem, arena);
     prepared.arrange_staging(problem, arena);
-    plan_bytes = arena->used();
+    bytes = arena->used();
     counts = arena->take<PlanCounts>(1);
   }
 };
@@ -35,7 +35,7 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
                  PlanReport* report) {
   const DevicePlan& plan = prepared.plan;
   const std::int64_t tiles = problem.batch * problem.heads * ((problem.rows + kUnitRows - 1) / kUnitRows) *
-                             ((problem.keys + kListTile - 1) / kListTile);
+                             ((problem.keys + kPlanTileKeys - 1) / kPlanTileKeys);
   const std::int64_t plans = (plan.per_batch ? problem.batch : 1) * plan.plan_heads * plan.chunk_count;
   const std::int64_t users = plans == 0 ? 1 : problem.batch * problem.heads * plan.chunk_count / plans;
   const bool by_row = prepared.visibility.packed.defined() || prepared.visibility.begin.defined();
@@ -53,7 +53,7 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
                                      : "the causal rule and lengths alone: tiles by arithmetic, no plan";
   report->chunk_rows = kChunkRows;
   report->row_tile = kUnitRows;
-  report->key_tile = kListTile;
+  report->key_tile = kPlanTileKeys;
   report->shared_heads = static_cast<int>(plan.head_divisor);
 }
 
@@ -74,7 +74,7 @@ Status plan_report(const AttentionProblem& problem, void* workspace, void* strea
   scratch.arrange(problem, &arena);
   PreparedVisibility& prepared = scratch.prepared;
   prepared.write(problem, &launches, stream);
-  report->scratch_bytes = is_planned(problem) ? scratch.plan_bytes : 0;
+  report->scratch_bytes = is_planned(problem) ? scratch.bytes : 0;
   PlanCounts counts = {};
   launches
       .then([&] {

@@ -22,7 +22,7 @@ enum class BiasSums : std::uint8_t {
   kNone,     // it is not asked for
   kInPlace,  // in the gradient itself, which is float32
   kRounded,  // in fp32 of its shape; launch_bias_gradients rounds it
-  kByHead,   // one part for every color, query head and key, added up in one order by launch_shared_bias_gradients
+  kByHead,   // one part for every color, query head and key, added up in one order by launch_reduced_bias_gradients
 };
 
 struct BackwardScratch {

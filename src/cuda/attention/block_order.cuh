@@ -14,14 +14,14 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// The block that the running one takes the place of.
+// Which block the running one is to be.
 __device__ inline unsigned ordered_block(const BlockOrder& order) {
   const unsigned first = gridDim.x - static_cast<unsigned>(order.count);
   return blockIdx.x < first ? blockIdx.x : first + static_cast<unsigned>(order.blocks[blockIdx.x - first]);
 }
 
-// Sorts one value a thread, the highest to the first thread (Batcher's bitonic sort, 1968). `shared`: one value a
-// thread.
+// Sorts one value a thread, the highest to the first thread (Batcher's bitonic sort, 1968). `shared`: memory for
+// one value a thread.
 __device__ inline unsigned descending(unsigned own, unsigned* shared) {
   const int thread = static_cast<int>(threadIdx.x);
   for (int sorted = 2; sorted <= kMostOrderedBlocks; sorted *= 2) {

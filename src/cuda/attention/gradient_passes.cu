@@ -25,7 +25,7 @@ __device__ float to_float(std::uint16_t bits) {
   return static_cast<float>(*reinterpret_cast<const Element*>(&bits));
 }
 
-// kLanes neighbouring lanes share a row.
+// A row is read by kLanes neighbouring lanes.
 template <typename Element, int kLanes, typename Index>
 __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem, std::int64_t padded_rows,
                                  RowFacts* facts, std::int32_t* has_large_row) {
@@ -171,10 +171,10 @@ __global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
 #pragma unroll 4
     for (int index = static_cast<int>(threadIdx.x); index < slab.keys * pieces; index += kThreads) {
       const int key = index / pieces, piece = index % pieces;
-      const float* place = source + sums.offset(slab, key) + piece * 4;
-      float4 sum = __ldcs(reinterpret_cast<const float4*>(place));
+      const float* first = source + sums.offset(slab, key) + piece * 4;
+      float4 sum = __ldcs(reinterpret_cast<const float4*>(first));
       for (int color = 1; color < sums.colors; ++color) {
-        const float4 part = __ldcs(reinterpret_cast<const float4*>(place + color * sums.color_stride));
+        const float4 part = __ldcs(reinterpret_cast<const float4*>(first + color * sums.color_stride));
         sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
       }
       std::uint16_t* result = target + key * gradient.token_stride + piece * 4;
@@ -202,7 +202,7 @@ __global__ void round_kernel(const float* sums, std::int64_t count, Element* res
 
 // One thread adds up, in one order, all that belongs to an entry of dbias: colors, batch elements, heads and keys.
 template <typename Element>
-__global__ void shared_bias_kernel(const __grid_constant__ BackwardProblem problem, const float* sums, int colors,
+__global__ void reduce_bias_kernel(const __grid_constant__ BackwardProblem problem, const float* sums, int colors,
                                    Element* result) {
   const BroadcastView& dbias = problem.dbias;
   const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -214,8 +214,8 @@ __global__ void shared_bias_kernel(const __grid_constant__ BackwardProblem probl
   for (int color = 0; color < colors; ++color) {
     for (std::int64_t batch = entry_batch * batches; batch < (entry_batch + 1) * batches; ++batch) {
       for (std::int64_t head = entry_head * dbias.head_divisor; head < (entry_head + 1) * dbias.head_divisor; ++head) {
-        const float* place = sums + ((color * problem.batch + batch) * problem.heads + head) * problem.keys;
-        for (std::int64_t key = entry_key * keys; key < (entry_key + 1) * keys; ++key) sum += place[key];
+        const float* head_sums = sums + ((color * problem.batch + batch) * problem.heads + head) * problem.keys;
+        for (std::int64_t key = entry_key * keys; key < (entry_key + 1) * keys; ++key) sum += head_sums[key];
       }
     }
   }
@@ -295,12 +295,12 @@ cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType d
   return launch(static_cast<float*>(gradient));
 }
 
-cudaError_t launch_shared_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
-                                         cudaStream_t stream) {
+cudaError_t launch_reduced_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
+                                          cudaStream_t stream) {
   const BroadcastView& dbias = problem.dbias;
   const std::int64_t blocks = (dbias.batches * dbias.heads * dbias.keys + kThreads - 1) / kThreads;
   const auto launch = [&](auto* result) {
-    shared_bias_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(problem, sums, colors, result);
+    reduce_bias_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(problem, sums, colors, result);
     return cudaGetLastError();
   };
   if (blocks == 0) return cudaSuccess;

@@ -25,7 +25,7 @@ cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, flo
 cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
                                   cudaStream_t stream);
 // dbias, the same for every row, from fp32 sums (colors, B, H, Sk), each by one thread in one order.
-cudaError_t launch_shared_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
-                                         cudaStream_t stream);
+cudaError_t launch_reduced_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
+                                          cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

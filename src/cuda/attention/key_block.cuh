@@ -13,7 +13,7 @@ struct KeyBlock {
   int batch, key_head, first_head, end_head;  // query heads, absolute
   int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
   int plan_chunk;                             // planned: the first of them, in the plan
-  int tile;                                   // of kKeys: in the chunk's list, or of all keys
+  int tile;                                   // of kTileKeys: in the chunk's list, or of all keys
   int color;                                  // of the sums it adds to
   bool listed;                                // tile of a list
   bool stores;                                // results, instead of adding to sums
@@ -26,10 +26,10 @@ __device__ inline bool stores_results(const BackwardParams& params, int batch, i
 }
 
 // Of every key head first tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
-template <int kKeys, bool kPlanned>
+template <int kTileKeys, bool kPlanned>
 __device__ inline KeyBlock key_block(const BackwardParams& params, unsigned number) {
-  const int key_tiles = params.takes_ranges ? (params.keys + kKeys - 1) / kKeys : 0;
-  const int list_tiles = kPlanned ? params.plan.capacity / kKeys : 0;
+  const int key_tiles = params.takes_ranges ? (params.keys + kTileKeys - 1) / kTileKeys : 0;
+  const int list_tiles = kPlanned ? params.plan.capacity / kTileKeys : 0;
   const auto tiles = static_cast<unsigned>(key_tiles + list_tiles * (params.chunk_limit - params.first_chunk));
   const int index = static_cast<int>(number % tiles), part = static_cast<int>(number / tiles);
   const int heads = params.group / params.splits;
@@ -57,7 +57,7 @@ __device__ inline KeyBlock key_block(const BackwardParams& params, unsigned numb
       block.plan_chunk += block.first_chunk;
       block.tile = (index - key_tiles) % list_tiles;
       const ChunkKeys keys = params.plan.chunks[block.plan_chunk];
-      block.exists = keys.first < 0 && block.tile * kKeys < keys.count;
+      block.exists = keys.first < 0 && block.tile * kTileKeys < keys.count;
     }
   }
   return block;

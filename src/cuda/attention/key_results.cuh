@@ -41,9 +41,9 @@ __device__ inline void add_to_sums(const float (&gradient)[kMTiles][kNTiles][4],
   }
 }
 
-// Stores all warps' fragments, times `factor`, as the block's kKeys rows of `target`, through `tile`, which nobody
+// Stores all warps' fragments, times `factor`, as the block's kTileKeys rows of `target`, through `tile`, which nobody
 // reads any more. The keys of the block are neighbours.
-template <typename Element, int kKeys, int kThreads, int kHeadDim, int kMTiles, int kNTiles>
+template <typename Element, int kTileKeys, int kThreads, int kHeadDim, int kMTiles, int kNTiles>
 __device__ inline void store_keys(const float (&gradient)[kMTiles][kNTiles][4], const BackwardParams& params,
                                   const KeyBlock& block, SharedTile<kHeadDim> tile, int first_row, int first_column,
                                   const TokenView& target, float factor) {
@@ -62,9 +62,9 @@ __device__ inline void store_keys(const float (&gradient)[kMTiles][kNTiles][4], 
   __syncthreads();
   auto* base = static_cast<std::uint16_t*>(target.data) + block.batch * target.batch_stride +
                block.key_head * target.head_stride;
-  for (int index = static_cast<int>(threadIdx.x); index < kKeys * Tile::kPieces; index += kThreads) {
+  for (int index = static_cast<int>(threadIdx.x); index < kTileKeys * Tile::kPieces; index += kThreads) {
     const int row = index / Tile::kPieces, piece = index % Tile::kPieces;
-    const int key = block.tile * kKeys + row;
+    const int key = block.tile * kTileKeys + row;
     if (key >= params.keys) continue;
     std::uint32_t words[4];
     load_shared_16(words, tile.piece(row, piece));

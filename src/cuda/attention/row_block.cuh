@@ -1,8 +1,9 @@
-// What kernels share in which a block owns rows of one query head, and each of its warps kWarpRows of them.
+// What is common to kernels in which a block owns rows of one query head, and each of its warps kWarpRows of them.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/attention/fragments.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/tokens.cuh"
 #include "cuda/plan/visibility.cuh"
@@ -24,17 +25,11 @@ struct RowBlock {
   }
 };
 
-// Which scores are a thread's: pairs of neighbouring columns.
+// Of the thread's part of the scores.
 template <int kWarpRows>
-struct RowPlace {
-  int row, column;  // the first
-
-  __device__ explicit RowPlace(int thread) {
-    row = thread / 32 * kWarpRows + thread % 32 / 4;
-    column = 2 * (thread % 4);
-  }
-  __device__ int row_of(int i) const { return row + i * 8; }
-  __device__ int column_of(int n) const { return column + n * 8; }
+struct RowBlockOrigin : FragmentOrigin {
+  __device__ explicit RowBlockOrigin(int thread)
+      : FragmentOrigin{thread / 32 * kWarpRows + thread % 32 / 4, 2 * (thread % 4)} {}
 };
 
 }  // namespace flash_dmattn::internal::cuda

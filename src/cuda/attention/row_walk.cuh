@@ -10,16 +10,16 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Head by head, the tiles of kRows rows that see any of a block's kKeys keys. Lies in shared memory and is walked by
-// one warp, all lanes together.
-template <int kRows, int kKeys, bool kPlanned>
+// Head by head, the tiles of kTileRows rows that see any of a block's kTileKeys keys. Lies in shared memory and is
+// walked by one warp, all lanes together.
+template <int kTileRows, int kTileKeys, bool kPlanned>
 struct RowWalk {
   // A query head and a tile of rows.
   struct Step {
     int head, row_tile;  // row_tile -1: none
     bool full;           // planned: every row sees every key
     __device__ bool exists() const { return row_tile >= 0; }
-    __device__ int first_row() const { return row_tile * kRows; }
+    __device__ int first_row() const { return row_tile * kTileRows; }
   };
 
   // Dense: `position` is the next tile of rows. Planned: the chunks from `position` on were looked at together, a lane
@@ -30,7 +30,7 @@ struct RowWalk {
   };
   State state;
   std::uint32_t seen_chunks;                      // of the 32 chunks, those that see any of the keys
-  std::uint32_t chunk_tiles[32], chunk_full[32];  // a bit a tile of kRows rows: sees some, or all, of the keys
+  std::uint32_t chunk_tiles[32], chunk_full[32];  // a bit a tile of kTileRows rows: sees some, or all, of the keys
 
   // `existing`: key_count of the block's batch element.
   __device__ void start(const BackwardParams& params, const KeyBlock& block, int existing) {
@@ -94,24 +94,24 @@ struct RowWalk {
     }
     const int tile = __ffs(static_cast<int>(at.tiles)) - 1;
     at.tiles &= at.tiles - 1;
-    return {at.head, static_cast<int>(at.chunk) * (kChunkRows / kRows) + tile, (at.full >> tile & 1) != 0};
+    return {at.head, static_cast<int>(at.chunk) * (kChunkRows / kTileRows) + tile, (at.full >> tile & 1) != 0};
   }
 
-  __device__ static int row_tiles(const BackwardParams& params) { return (params.rows + kRows - 1) / kRows; }
+  __device__ static int row_tiles(const BackwardParams& params) { return (params.rows + kTileRows - 1) / kTileRows; }
 
   // Dense: the first tile of rows that sees any of the block's keys.
   __device__ static int first_row_tile(const BackwardParams& params, const KeyBlock& block, int existing) {
-    const int first_key = block.tile * kKeys;
+    const int first_key = block.tile * kTileKeys;
     if (first_key >= existing) return row_tiles(params);
     if (!params.visibility.is_causal) return 0;
-    return min(max(0, first_key - (existing - params.rows)) / kRows, row_tiles(params));
+    return min(max(0, first_key - (existing - params.rows)) / kTileRows, row_tiles(params));
   }
 
   // Bits of units to bits of tiles: those with any unit (kAll: all units) set.
   template <bool kAll>
   __device__ static std::uint32_t tiles_of_units(std::uint32_t units) {
-    constexpr int kUnits = kRows < kUnitRows ? 1 : kRows / kUnitRows,
-                  kTiles = kRows < kUnitRows ? kUnitRows / kRows : 1;
+    constexpr int kUnits = kTileRows < kUnitRows ? 1 : kTileRows / kUnitRows,
+                  kTiles = kTileRows < kUnitRows ? kUnitRows / kTileRows : 1;
     constexpr std::uint32_t kUnitMask = (1u << kUnits) - 1, kTileMask = (1u << kTiles) - 1;
     std::uint32_t tiles = 0;
 #pragma unroll
@@ -127,11 +127,11 @@ struct RowWalk {
     std::uint32_t any, all;
   };
   __device__ static Units units_of_chunk(const BackwardParams& params, const KeyBlock& block, int chunk) {
-    constexpr int kListTiles = kKeys < kListTile ? 1 : kKeys / kListTile;
+    constexpr int kListTiles = kTileKeys < kPlanTileKeys ? 1 : kTileKeys / kPlanTileKeys;
     const std::int64_t plan_chunk = static_cast<std::int64_t>(block.plan_chunk) + chunk - block.first_chunk;
     const ChunkKeys chunk_keys = block.listed ? ChunkKeys{0, 0} : params.plan.chunks[plan_chunk];
     if (chunk_keys.first < 0) return {0, 0};
-    const int tile = block.tile * kKeys / kListTile - chunk_keys.first / kListTile;
+    const int tile = block.tile * kTileKeys / kPlanTileKeys - chunk_keys.first / kPlanTileKeys;
     Units units = {0, ~0u};
 #pragma unroll
     for (int part = 0; part < kListTiles; ++part) {
@@ -149,7 +149,7 @@ struct RowWalk {
     const Units units = chunk < block.end_chunk ? units_of_chunk(params, block, chunk) : Units{0, 0};
     std::uint32_t tiles = tiles_of_units<false>(units.any);
     // Rows of a unit may end before its last tile does.
-    if (kRows < kUnitRows) tiles &= bit_range(0, row_tiles(params) - chunk * (kChunkRows / kRows));
+    if (kTileRows < kUnitRows) tiles &= bit_range(0, row_tiles(params) - chunk * (kChunkRows / kTileRows));
     chunk_tiles[lane] = tiles;
     chunk_full[lane] = tiles_of_units<true>(units.all);
     const std::uint32_t seen = __ballot_sync(~0u, tiles != 0);

@@ -1,4 +1,4 @@
-// From products to scores: scale, softcap, bias. Shared by forward and backward.
+// From products to scores: scale, softcap, bias. The same code in forward and backward.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -69,6 +69,12 @@ __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMT
     }
 }
 
+// The derivative of the softcap at a score that it has capped: 1 - tanh(x)^2.
+__device__ inline float softcap_derivative(const ScoreRule& rule, float capped) {
+  const float tanh = capped * rule.inverse_softcap;
+  return 1 - tanh * tanh;
+}
+
 // Adds a bias that differs by row. row_of(i) is the thread's row i of the problem, key_of(n, pair) the key of a column,
 // or less than 0.
 template <typename Bias, int kMTiles, int kNTiles, typename RowOf, typename KeyOf>
@@ -82,7 +88,7 @@ __device__ inline void add_row_bias_as(const Bias* bias, const BroadcastView& vi
       const Bias* key_bias = bias + key * view.key_stride;
 #pragma unroll
       for (int i = 0; i < 2 * kMTiles; ++i) {
-        // Places of rows are worked out anew for every key: kept, they would take too many registers.
+        // Addresses of rows are worked out anew for every key: kept, they would take too many registers.
         const int row = recomputed(min(row_of(i), rows - 1));
         const float value = key >= 0 ? static_cast<float>(key_bias[row * view.row_stride]) : 0.0f;
         float& score = scores[i / 2][n][2 * (i % 2) + pair];
@@ -101,7 +107,7 @@ __device__ inline void add_row_bias(const BroadcastView& view, std::int64_t offs
   }
 }
 
-// Adds a bias that all rows share.
+// Adds a bias that is the same for every row.
 template <int kMTiles, int kNTiles, typename BiasOf>
 __device__ inline void add_key_bias(float (&scores)[kMTiles][kNTiles][4], BiasOf bias_of) {
 #pragma unroll

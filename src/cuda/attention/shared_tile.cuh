@@ -26,9 +26,10 @@ struct SharedTile {
     return address + (row * kPieces + (piece ^ swizzle(row))) * 16;
   }
 
-  // A lane's place for reading 16x16 blocks whose first row is row, a multiple of 8 plus the lane's own row.
+  // The address at which a lane reads 16x16 blocks: `row` is a multiple of 8 plus the lane's own row, `half` the half
+  // of the block's columns that it points to.
   __device__ std::uint32_t lane_address(int row, int half) const { return piece(row, half); }
-  // The place `blocks` 16-column blocks to the right of a lane_address.
+  // A lane_address moved `block` 16-column blocks to the right.
   __device__ static std::uint32_t column_block(std::uint32_t lane, int block) {
     constexpr int kBlocks = kGroup / 2;
     return (lane ^ ((block % kBlocks) * 32)) + (block / kBlocks) * (kGroup * 16);

@@ -12,12 +12,12 @@
 namespace flash_dmattn::internal::cuda {
 
 // The higher of `before` and the scores of the thread's row i, which lie in four neighbouring lanes.
-template <int kMTiles, int kKeyTiles>
-__device__ inline float row_maximum(const float (&scores)[kMTiles][kKeyTiles][4], int i, float before) {
+template <int kMTiles, int kNTiles>
+__device__ inline float row_maximum(const float (&scores)[kMTiles][kNTiles][4], int i, float before) {
   const int m = i / 2, half = 2 * (i % 2);
   float highest = before;
 #pragma unroll
-  for (int n = 0; n < kKeyTiles; ++n) highest = fmaxf(highest, fmaxf(scores[m][n][half], scores[m][n][half + 1]));
+  for (int n = 0; n < kNTiles; ++n) highest = fmaxf(highest, fmaxf(scores[m][n][half], scores[m][n][half + 1]));
   highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
   return fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
 }
@@ -47,10 +47,10 @@ struct HalfProduct {
 
 // Done first for each of the thread's rows i where one of a warp may be huge. Raises true_max, the row's maximum, to
 // that of the tile, and turns the scores of a huge row into their distances from it: to what follows its row_max is 0.
-template <int kMTiles, int kKeyTiles, int kDimTiles>
+template <int kMTiles, int kNTiles, int kDimNTiles>
 __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_max,
-                                      float (&scores)[kMTiles][kKeyTiles][4], float (&row_max)[2 * kMTiles],
-                                      float (&row_sum)[2 * kMTiles], float (&sums)[kMTiles][kDimTiles][4]) {
+                                      float (&scores)[kMTiles][kNTiles][4], float (&row_max)[2 * kMTiles],
+                                      float (&row_sum)[2 * kMTiles], float (&accumulators)[kMTiles][kDimNTiles][4]) {
   const int m = i / 2, half = 2 * (i % 2);
   const float before = true_max, after = row_maximum(scores, i, before);
   if (after == -INFINITY) return;
@@ -64,15 +64,15 @@ __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_
     const float rescale = before == -INFINITY ? 0.0f : exp2_fast(2 * (old.rounded - product.rounded + residuals));
     row_sum[i] *= rescale;
 #pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      sums[m][n][half] *= rescale;
-      sums[m][n][half + 1] *= rescale;
+    for (int n = 0; n < kDimNTiles; ++n) {
+      accumulators[m][n][half] *= rescale;
+      accumulators[m][n][half + 1] *= rescale;
     }
   }
   row_max[i] = huge ? 0 : after;
   if (!huge) return;
 #pragma unroll
-  for (int n = 0; n < kKeyTiles; ++n)
+  for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       float& score = scores[m][n][half + pair];
@@ -81,11 +81,11 @@ __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_
 }
 
 // Turns scores, times `multiplier` in units of log2, into probabilities relative to the new row maxima, highest_of(i),
-// and rescales what was summed before: a thread's parts of row_sum, and sums.
-template <int kMTiles, int kKeyTiles, int kDimTiles, typename HighestOf>
-__device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles][kKeyTiles][4],
+// and rescales what was summed before: a thread's parts of row_sum, and accumulators.
+template <int kMTiles, int kNTiles, int kDimNTiles, typename HighestOf>
+__device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles][kNTiles][4],
                                       float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
-                                      float (&sums)[kMTiles][kDimTiles][4], HighestOf highest_of) {
+                                      float (&accumulators)[kMTiles][kDimNTiles][4], HighestOf highest_of) {
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
     const int m = i / 2, half = 2 * (i % 2);
@@ -94,7 +94,7 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
     row_max[i] = highest;
     float sum = 0;
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n)
+    for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         float& score = scores[m][n][half + pair];
@@ -105,9 +105,9 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
     // Seldom: after the first tiles a maximum hardly moves.
     if (__any_sync(~0u, rescale != 1)) {
 #pragma unroll
-      for (int n = 0; n < kDimTiles; ++n) {
-        sums[m][n][half] *= rescale;
-        sums[m][n][half + 1] *= rescale;
+      for (int n = 0; n < kDimNTiles; ++n) {
+        accumulators[m][n][half] *= rescale;
+        accumulators[m][n][half + 1] *= rescale;
       }
     }
   }
@@ -115,10 +115,10 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
 
 // The same in two halves, of which the second one can be done share by share between products. First the new maxima,
 // and what was summed before rescaled to them.
-template <int kMTiles, int kKeyTiles, int kDimTiles>
-__device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTiles][kKeyTiles][4],
+template <int kMTiles, int kNTiles, int kDimNTiles>
+__device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTiles][kNTiles][4],
                                     float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
-                                    float (&sums)[kMTiles][kDimTiles][4], float (&reference)[2 * kMTiles]) {
+                                    float (&accumulators)[kMTiles][kDimNTiles][4], float (&reference)[2 * kMTiles]) {
   float rescale[2 * kMTiles];
   bool moved = false;
 #pragma unroll
@@ -134,16 +134,16 @@ __device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTi
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i)
 #pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      sums[i / 2][n][2 * (i % 2)] *= rescale[i];
-      sums[i / 2][n][2 * (i % 2) + 1] *= rescale[i];
+    for (int n = 0; n < kDimNTiles; ++n) {
+      accumulators[i / 2][n][2 * (i % 2)] *= rescale[i];
+      accumulators[i / 2][n][2 * (i % 2) + 1] *= rescale[i];
     }
 }
 
 // Then one of `parts` shares of two neighbouring key tiles to probabilities, which are added to the thread's `sum`.
-template <int kMTiles, int kKeyTiles>
+template <int kMTiles, int kNTiles>
 __device__ inline void exponentiate(float multiplier, const float (&reference)[2 * kMTiles],
-                                    float (&scores)[kMTiles][kKeyTiles][4], float (&sum)[2 * kMTiles], int first_tile,
+                                    float (&scores)[kMTiles][kNTiles][4], float (&sum)[2 * kMTiles], int first_tile,
                                     int part, int parts) {
   constexpr int kCount = 2 * 2 * 2 * kMTiles;  // of the thread's scores in two tiles
 #pragma unroll

@@ -18,28 +18,28 @@ __device__ inline bool is_full(int tile) { return (tile & kFullTile) != 0; }
 __device__ inline bool needs_facts(int tile) { return (tile & kDirectTile) == 0; }
 __device__ inline int position_of(int tile) { return tile & (kDirectTile - 1); }
 
-// The units of a chunk that hold the kRows rows from `first_row` on.
-template <int kRows>
+// The units of a chunk that hold the kTileRows rows from `first_row` on.
+template <int kTileRows>
 __device__ inline std::uint32_t units_of_block(int first_row) {
-  constexpr int kUnits = kRows < kUnitRows ? 1 : kRows / kUnitRows;
+  constexpr int kUnits = kTileRows < kUnitRows ? 1 : kTileRows / kUnitRows;
   return ((1u << kUnits) - 1) << (first_row % kChunkRows / kUnitRows);
 }
 
 // What a block knows of a tile's keys: which they are, which of the block's rows see them, their bias.
 template <int kTileKeys, int kWords>
 struct KeyFacts {
-  std::int32_t key[kTileKeys];  // -1: no row of the block sees it; its place holds zeros
+  std::int32_t key[kTileKeys];  // -1: no row of the block sees it; the tile holds zeros there
   std::uint32_t words[kWords][kTileKeys];
   float bias[kTileKeys];  // only if it is the same for every row
 };
 
 // The tiles of a chunk's list that some row of a block sees, and the facts of their keys, read ahead in three steps so
 // that nothing waits for memory: the keys' indices three tiles ahead, what is known of each two tiles ahead, and words
-// one tile ahead. A thread's place is its own until words are made.
+// one tile ahead. Slot t of these arrays is thread t's own until words are made.
 template <int kTileKeys, int kWords, int kWarps>
 struct PlannedTiles {
   using Facts = KeyFacts<kTileKeys, kWords>;
-  static_assert(kTileKeys == kListTile && kTileKeys <= 32 * kWarps);
+  static_assert(kTileKeys == kPlanTileKeys && kTileKeys <= 32 * kWarps);
   // Tiles of the chunk that are looked at together: with two warps shared memory is short.
   static constexpr int kBatch = kWarps <= 2 ? 32 : 32 * kWarps;
   static constexpr int kQueueEnd = -2;
@@ -69,7 +69,7 @@ struct PlannedTiles {
     bool hidden = false;
   };
 
-  template <typename Element, bool kRowBias, int kRows>
+  template <typename Element, bool kRowBias, int kTileRows>
   __device__ void start(const AttentionParams& params, int plan_chunk, int batch, int head, int first_row) {
     request_batch(params.plan, plan_chunk, 0);
     if (threadIdx.x == 0) {
@@ -94,7 +94,7 @@ struct PlannedTiles {
         key_bias = at(params.bias, Element());
       }
       is_plain = chunk.first >= 0 && !params.bias.defined();
-      block_units = units_of_block<kRows>(first_row);
+      block_units = units_of_block<kTileRows>(first_row);
       queue[0] = kQueueEnd;
       looked_at = 0;
     }
@@ -144,26 +144,27 @@ struct PlannedTiles {
     __syncthreads();
   }
 
-  // The next tile that the block's rows see, or kNoTile. By all threads, `place` the same in all and 0 at first.
-  __device__ int next(const DevicePlan& plan, int plan_chunk, int* place) {
-    int tile = queue[*place];
+  // The next tile that the block's rows see, or kNoTile. By all threads. `cursor`, the same in all and 0 at first,
+  // is the next entry of the queue.
+  __device__ int next(const DevicePlan& plan, int plan_chunk, int* cursor) {
+    int tile = queue[*cursor];
     while (tile == kQueueEnd) {
       if (looked_at >= tiles()) return kNoTile;
       look_at_batch(plan, plan_chunk);
-      *place = 0;
+      *cursor = 0;
       tile = queue[0];
     }
-    ++*place;
+    ++*cursor;
     return tile;
   }
 
   // Of a direct tile.
   __device__ int first_key(int tile) const { return chunk.first + position_of(tile) * kTileKeys; }
 
-  __device__ static bool has_place() { return threadIdx.x < kTileKeys; }
+  __device__ static bool owns_slot() { return threadIdx.x < kTileKeys; }
 
   __device__ void request_index(const DevicePlan& plan, int plan_chunk, int tile) {
-    if (!needs_facts(tile) || !has_place()) return;
+    if (!needs_facts(tile) || !owns_slot()) return;
     const int position = position_of(tile) * kTileKeys + static_cast<int>(threadIdx.x);
     if (chunk.first >= 0) {
       index[threadIdx.x] = position < chunk.count ? chunk.first + position : -1;
@@ -177,20 +178,20 @@ struct PlannedTiles {
   template <typename Element>
   __device__ InFlight request_facts(const AttentionParams& params, int tile, int existing) {
     InFlight flight;
-    if (!needs_facts(tile) || !has_place()) return flight;
-    const int place = static_cast<int>(threadIdx.x), key = index[place];
+    if (!needs_facts(tile) || !owns_slot()) return flight;
+    const int slot = static_cast<int>(threadIdx.x), key = index[slot];
     flight.key = key;
     if (key < 0 || key >= existing) return flight;
     const Visibility& visibility = params.visibility;
     const bool full = is_full(tile);
     if (!full && begins != nullptr) {
-      copy_async_4(shared_address(&begin[place]), begins + key * visibility.begin.key_stride, true);
-      copy_async_4(shared_address(&end[place]), ends + key * visibility.end.key_stride, true);
+      copy_async_4(shared_address(&begin[slot]), begins + key * visibility.begin.key_stride, true);
+      copy_async_4(shared_address(&end[slot]), ends + key * visibility.end.key_stride, true);
     }
     if (!full && packed_words != nullptr) {
       const std::uint32_t* words = packed_words + key * visibility.packed.key_stride * kChunkWords;
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) copy_async_4(shared_address(&packed[place][word]), words + word, true);
+      for (int word = 0; word < kWords; ++word) copy_async_4(shared_address(&packed[slot][word]), words + word, true);
     }
     if (!full && key_mask != nullptr) flight.hidden = key_mask[key * visibility.key_mask.key_stride] == 0;
     if (key_bias != nullptr) {
@@ -204,30 +205,30 @@ struct PlannedTiles {
 
   __device__ void make_facts(const Visibility& visibility, const InFlight& flight, int tile, int buffer, int existing,
                              int first_row) {
-    if (!needs_facts(tile) || !has_place()) return;
-    const int place = static_cast<int>(threadIdx.x), key = flight.key;
-    facts[buffer].bias[place] = flight.bias;
+    if (!needs_facts(tile) || !owns_slot()) return;
+    const int slot = static_cast<int>(threadIdx.x), key = flight.key;
+    facts[buffer].bias[slot] = flight.bias;
     if (is_full(tile)) {
-      facts[buffer].key[place] = key;  // nobody looks at words
+      facts[buffer].key[slot] = key;  // nobody looks at words
       return;
     }
     RowRange range = {0, visibility.rows};
     if (key < 0 || key >= existing || flight.hidden) range.end = 0;
     if (visibility.is_causal) range.begin = key - (existing - visibility.rows);
     if (begins != nullptr && range.end != 0) {
-      range.begin = max(range.begin, begin[place]);
-      range.end = min(range.end, end[place]);
+      range.begin = max(range.begin, begin[slot]);
+      range.end = min(range.end, end[slot]);
     }
     std::uint32_t any = 0;
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       const int row = first_row + word * kWordRows;
       std::uint32_t visible = bit_range(range.begin - row, range.end - row);
-      if (packed_words != nullptr && range.end != 0) visible &= packed[place][word];
-      facts[buffer].words[word][place] = visible;
+      if (packed_words != nullptr && range.end != 0) visible &= packed[slot][word];
+      facts[buffer].words[word][slot] = visible;
       any |= visible;
     }
-    facts[buffer].key[place] = any != 0 ? key : -1;
+    facts[buffer].key[slot] = any != 0 ? key : -1;
   }
 
   // Makes the facts of the first tile, in buffer 0, and starts on the next two. What it leaves under way belongs to the

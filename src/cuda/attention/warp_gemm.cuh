@@ -1,8 +1,11 @@
-// sum += A B for one warp's part of a block's product, operands in shared memory.
+// accumulators += A B, a warp's part of a block's product: B in shared memory, A there too or in registers.
+//
+// The accumulators are kMTiles x kNTiles products of the tensor core, of 16 rows and 8 columns each (fragments.cuh).
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/attention/fragments.cuh"
 #include "cuda/attention/shared_tile.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -38,8 +41,8 @@ struct Nothing {
 // before or behind them.
 template <typename Element, int kDepth, Depth kA, Depth kB, int kAhead = 1, int kMTiles, int kNTiles, int kAColumns,
           int kBColumns, typename Between = Nothing>
-__device__ inline void multiply_blocks(float (&sum)[kMTiles][kNTiles][4], SharedTile<kAColumns> a, int a_first,
-                                       SharedTile<kBColumns> b, int b_first, Between between = {}) {
+__device__ inline void gemm_from_shared(float (&accumulators)[kMTiles][kNTiles][4], SharedTile<kAColumns> a,
+                                        int a_first, SharedTile<kBColumns> b, int b_first, Between between = {}) {
   static_assert(kNTiles % 2 == 0 && kDepth % 16 == 0);
   // Addresses are made anew for every product: kept for all products of a loop they would take too many registers.
   const int lane = recomputed(static_cast<int>(threadIdx.x) % 32);
@@ -85,21 +88,22 @@ __device__ inline void multiply_blocks(float (&sum)[kMTiles][kNTiles][4], Shared
       const std::uint32_t(&columns)[4] = b_fragment[step % kRing];
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        multiply<Element>(sum[m][2 * pair], a_fragment[depth % 2][m], columns[0], columns[1]);
-        multiply<Element>(sum[m][2 * pair + 1], a_fragment[depth % 2][m], columns[2], columns[3]);
+        multiply<Element>(accumulators[m][2 * pair], a_fragment[depth % 2][m], columns[0], columns[1]);
+        multiply<Element>(accumulators[m][2 * pair + 1], a_fragment[depth % 2][m], columns[2], columns[3]);
       }
       between(step, kSteps);
     }
   }
 }
 
-// sum += A B with A a warp's sums of another product, rounded to Element: its rows are this product's, its columns the
-// depth. B: `b` holds depth x columns, from row `b_first` on. Fragments are read kAhead steps ahead.
+// accumulators += A B with A the accumulators of another product, rounded to Element: its rows are this product's, its
+// columns the depth. B: `b` holds depth x columns, from row `b_first` on. Fragments are read kAhead steps ahead.
 // make(depth, part, parts) makes a share of A's columns 16 * depth ... between the products of those before.
 template <typename Element, int kAhead = 1, int kMTiles, int kDepthTiles, int kNTiles, int kColumns,
           typename Make = Nothing>
-__device__ inline void multiply_sums(float (&sum)[kMTiles][kNTiles][4], const float (&a)[kMTiles][kDepthTiles][4],
-                                     SharedTile<kColumns> b, int b_first, Make make = {}) {
+__device__ inline void gemm_from_registers(float (&accumulators)[kMTiles][kNTiles][4],
+                                           const float (&a)[kMTiles][kDepthTiles][4], SharedTile<kColumns> b,
+                                           int b_first, Make make = {}) {
   static_assert(kNTiles % 2 == 0 && kDepthTiles % 2 == 0);
   const int lane = recomputed(static_cast<int>(threadIdx.x) % 32);
   const std::uint32_t b_lane = b.lane_address(b_first + row_major_lane_row(lane), row_major_lane_half(lane));
@@ -131,22 +135,12 @@ __device__ inline void multiply_sums(float (&sum)[kMTiles][kNTiles][4], const fl
       const std::uint32_t(&columns)[4] = b_fragment[step % kRing];
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        multiply<Element>(sum[m][2 * pair], a_fragment[m], columns[0], columns[1]);
-        multiply<Element>(sum[m][2 * pair + 1], a_fragment[m], columns[2], columns[3]);
+        multiply<Element>(accumulators[m][2 * pair], a_fragment[m], columns[0], columns[1]);
+        multiply<Element>(accumulators[m][2 * pair + 1], a_fragment[m], columns[2], columns[3]);
       }
       if (depth + 1 < kDepths) make(depth + 1, pair, kPairs);
     }
   }
-}
-
-template <int kMTiles, int kNTiles>
-__device__ inline void clear(float (&sum)[kMTiles][kNTiles][4]) {
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[m][n][i] = 0;
 }
 
 }  // namespace flash_dmattn::internal::cuda

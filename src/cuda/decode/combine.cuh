@@ -80,11 +80,11 @@ template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __grid_constant__ DecodeParams params) {
   __shared__ float warp_sums[kCombineWarps][kHeadDim];
   __shared__ float2 warp_facts[kCombineWarps];
-  const auto place = static_cast<std::int64_t>(blockIdx.x);
+  const auto result = static_cast<std::int64_t>(blockIdx.x);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   PartialRow<kHeadDim> own;
-  own.add(params.score, params.partial_facts + place * params.splits,
-          params.partial_sums + place * params.splits * kHeadDim, kHeadDim, warp, params.splits, kCombineWarps);
+  own.add(params.score, params.partial_facts + result * params.splits,
+          params.partial_sums + result * params.splits * kHeadDim, kHeadDim, warp, params.splits, kCombineWarps);
 #pragma unroll
   for (int j = 0; j < own.kColumns; ++j) warp_sums[warp][j * 32 + lane] = own.sums[j];
   if (lane == 0) warp_facts[warp] = own.facts;
@@ -92,14 +92,14 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   if (warp != 0) return;
   PartialRow<kHeadDim> total;
   total.add(params.score, warp_facts, warp_sums[0], kHeadDim, 0, kCombineWarps, 1);
-  const int row = static_cast<int>(place % params.rows);
-  const int head = static_cast<int>(place / params.rows % params.heads);
-  const int batch = static_cast<int>(place / params.rows / params.heads);
+  const int row = static_cast<int>(result % params.rows);
+  const int head = static_cast<int>(result / params.rows % params.heads);
+  const int batch = static_cast<int>(result / params.rows / params.heads);
 #pragma unroll
   for (int j = 0; j < total.kColumns; ++j) {
     store_result<Element>(params, batch, head, row, j * 32 + lane, total.sums[j] * inverse_sum(total.facts));
   }
-  if (lane == 0) store_row_facts(params, place, total.facts.x, total.facts.y);
+  if (lane == 0) store_row_facts(params, result, total.facts.x, total.facts.y);
 }
 
 }  // namespace flash_dmattn::internal::cuda

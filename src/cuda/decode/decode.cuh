@@ -22,8 +22,8 @@ struct DecodeWarp {
   using Config = DecodeConfig<kHeadDim>;
   using Tile = SharedTile<kHeadDim>;
   static constexpr int kTileKeys = Config::kTileKeys;
-  static constexpr int kKeyTiles = kTileKeys / 8;  // columns of a score fragment
-  static constexpr int kDimTiles = kHeadDim / 8;
+  static constexpr int kNTiles = kTileKeys / 8;  // columns of a score fragment
+  static constexpr int kDimNTiles = kHeadDim / 8;
   static constexpr int kDepths = kHeadDim / 16;
   using List = KeyList<kTileKeys, Config::kWarps>;
   // A warp's 32 lanes share rows of a tile like this: a few neighbours (128 bytes at a time) take a row.
@@ -36,8 +36,8 @@ struct DecodeWarp {
   const std::uint16_t *key_base, *value_base;  // of the split's first key
   std::uint32_t tiles;                         // the warp's shared memory: keys, values, keys, values
   Tile query_tile;
-  float scores[1][kKeyTiles][4];
-  float sums[1][kDimTiles][4];
+  float scores[1][kNTiles][4];
+  float accumulators[1][kDimNTiles][4];
   float row_max[2], row_sum[2];
   bool is_safe = false;  // whether a row of the warp has been huge
   float true_max[2];     // then
@@ -53,7 +53,7 @@ struct DecodeWarp {
     value_base = base_of(params.value);
     tiles = shared_address(shared) + static_cast<std::uint32_t>(warp * (Config::kTilesBytes / Config::kWarps));
     query_tile.address = shared_address(shared) + static_cast<std::uint32_t>(Config::kTilesBytes);
-    clear(sums);
+    clear(accumulators);
     row_max[0] = row_max[1] = -INFINITY;
     row_sum[0] = row_sum[1] = 0;
   }
@@ -88,7 +88,7 @@ struct DecodeWarp {
                                 query_tile.lane_address(row_major_lane_row(lane), row_major_lane_half(lane)), depth));
   }
 
-  // Starts copying the rows of `tokens`, which begin at `base`, of a tile of listed keys. Places without a key become
+  // Starts copying the rows of `tokens`, which begin at `base`, of a tile of listed keys. Rows without a key become
   // zeros.
   __device__ void load_tile(Tile target, const std::uint16_t* base, const TokenView& tokens, ListedKey keys) const {
     const int own_lane = recomputed(lane);  // no register to spare for addresses
@@ -127,7 +127,7 @@ struct DecodeWarp {
       std::uint32_t a[4];
       load_query_fragment(a, depth);
 #pragma unroll
-      for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+      for (int pair = 0; pair < kNTiles / 2; ++pair) {
         std::uint32_t b[4];
         load_matrices(b, Tile::column_block(key_lane, depth) + pair * 16 * Tile::kRowBytes);
         multiply<Element>(scores[0][2 * pair], a, b[0], b[1]);
@@ -136,8 +136,8 @@ struct DecodeWarp {
     }
   }
 
-  // The biases of the lane's scores in a tile; places without a key get the bias of the split's first.
-  __device__ void load_biases(float (&biases)[kKeyTiles][4], ListedKey keys) const {
+  // The biases of the lane's scores in a tile; columns without a key get the bias of the split's first key.
+  __device__ void load_biases(float (&biases)[kNTiles][4], ListedKey keys) const {
     const BroadcastView& bias = params.bias;
     if (!bias.defined()) return;
 #pragma unroll
@@ -146,7 +146,7 @@ struct DecodeWarp {
       const std::int64_t offset =
           bias.offset(block.batch, block.head(m)) + block.row(m) * bias.row_stride + block.begin * bias.key_stride;
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n)
+      for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
           const std::uint32_t distance = __shfl_sync(~0u, keys, column_of(n) + pair) & 0xffff;
@@ -155,10 +155,10 @@ struct DecodeWarp {
     }
   }
 
-  __device__ void add_biases(const float (&biases)[kKeyTiles][4]) {
+  __device__ void add_biases(const float (&biases)[kNTiles][4]) {
     if (!params.bias.defined()) return;
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n)
+    for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[0][n][i] = __fadd_rn(scores[0][n][i], biases[n][i]);
   }
@@ -166,7 +166,7 @@ struct DecodeWarp {
   __device__ void hide_unseen(ListedKey keys) {
     if (__all_sync(~0u, lane >= kTileKeys || keys >> 16 == kAllRows)) return;
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n)
+    for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const std::uint32_t seen = __shfl_sync(~0u, keys, column_of(n) + pair) >> (16 + lane / 4);
@@ -190,12 +190,12 @@ struct DecodeWarp {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (!is_safe) true_max[i] = row_max[i];
-        shift_huge_row(params.score, i, true_max[i], scores, row_max, row_sum, sums);
+        shift_huge_row(params.score, i, true_max[i], scores, row_max, row_sum, accumulators);
         highest[i] = row_maximum(scores, i, row_max[i]);
       }
       is_safe = true;
     }
-    update_softmax(multiplier, scores, row_max, row_sum, sums, [&](int i) { return highest[i]; });
+    update_softmax(multiplier, scores, row_max, row_sum, accumulators, [&](int i) { return highest[i]; });
   }
 
   // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are
@@ -217,7 +217,7 @@ struct DecodeWarp {
     load_values(1, next);
     wait_copies<4>();
     __syncthreads();  // the queries are there
-    float biases[kKeyTiles][4];
+    float biases[kNTiles][4];
     if (__shfl_sync(~0u, now, 0) != 0) load_biases(biases, now);
 #pragma unroll 1
     for (int stage = 0; __shfl_sync(~0u, now, 0) != 0; stage ^= 1) {
@@ -236,7 +236,7 @@ struct DecodeWarp {
       softmax();
       wait_copies<3>();
       __syncwarp();
-      multiply_sums<Element>(sums, scores, value_tile(stage), 0);
+      gemm_from_registers<Element>(accumulators, scores, value_tile(stage), 0);
       __syncwarp();
       load_values(stage, ahead);
       now = next;
@@ -277,7 +277,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
     float* row_sums = all_sums + (warp * kDecodeRows + own.row_of(i)) * Config::kSumsPitch;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
-      const float* pair = &own.sums[0][n][2 * i];
+      const float* pair = &own.accumulators[0][n][2 * i];
       *reinterpret_cast<float2*>(row_sums + own.column_of(n)) = make_float2(pair[0] * weight, pair[1] * weight);
     }
   }
@@ -298,22 +298,22 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < Config::kWarps; ++w) sum += all_sums[(w * kDecodeRows + m) * Config::kSumsPitch + column];
-    const std::int64_t place = (static_cast<std::int64_t>(own.block.batch) * params.heads + head) * params.rows + row;
+    const std::int64_t result = (static_cast<std::int64_t>(own.block.batch) * params.heads + head) * params.rows + row;
     if (params.splits == 1) {
       store_result<Element>(params, own.block.batch, head, row, column, sum * inverse_sum(totals[m]));
-      if (column == 0) store_row_facts(params, place, totals[m].x, totals[m].y);
+      if (column == 0) store_row_facts(params, result, totals[m].x, totals[m].y);
     } else {
-      params.partial_sums[(place * params.splits + own.block.split) * kHeadDim + column] = sum;
-      if (column == 0) params.partial_facts[place * params.splits + own.block.split] = totals[m];
+      params.partial_sums[(result * params.splits + own.block.split) * kHeadDim + column] = sum;
+      if (column == 0) params.partial_facts[result * params.splits + own.block.split] = totals[m];
     }
   }
 }
 
 __device__ inline DecodeBlock block_of(const DecodeParams& params, unsigned index) {
   const auto take = [&](std::int32_t count) {
-    const auto place = static_cast<std::int32_t>(index % static_cast<unsigned>(count));
+    const auto coordinate = static_cast<std::int32_t>(index % static_cast<unsigned>(count));
     index /= static_cast<unsigned>(count);
-    return place;
+    return coordinate;
   };
   DecodeBlock block;
   // Blocks that run at the same time read the same part of all heads, which lie side by side.

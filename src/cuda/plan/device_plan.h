@@ -12,12 +12,12 @@
 
 namespace flash_dmattn::internal::cuda {
 
-constexpr int kListTile = 64;  // keys of a tile
+constexpr int kPlanTileKeys = 64;  // keys of a tile
 
 struct ChunkKeys {
   std::int32_t count;  // listed keys
-  // -1: the keys are listed. Else they are first, first + 1, ..., first + count - 1 (first is a multiple of kListTile),
-  // of which some may be hidden from all rows.
+  // -1: the keys are listed. Else they are first, first + 1, ..., first + count - 1 (first is a multiple of
+  // kPlanTileKeys), of which some may be hidden from all rows.
   std::int32_t first;
 };
 
@@ -31,8 +31,9 @@ struct DevicePlan {
   const std::uint16_t* tile_full = nullptr;
   const std::int32_t* unit_tiles = nullptr;  // (plan batches, plan heads, chunks, kChunkUnits): tiles that a unit sees
   std::int32_t chunk_count = 0;
-  std::int32_t capacity = 0;  // keys of a list at most, a multiple of 2 * kListTile
-  std::int32_t tiles = 0;  // tiles of all keys, even, and at least capacity / kListTile; those past the last key are 0
+  std::int32_t capacity = 0;  // keys of a list at most, a multiple of 2 * kPlanTileKeys
+  std::int32_t tiles =
+      0;  // tiles of all keys, even, and at least capacity / kPlanTileKeys; those past the last key are 0
   std::int32_t plan_heads = 1;
   bool per_batch = false;
   std::int64_t head_divisor = 1;

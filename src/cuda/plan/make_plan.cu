@@ -183,7 +183,7 @@ __device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, c
       staging.ordered_units[position] = units;
     }
   }
-  constexpr std::int32_t kPadding = 2 * kListTile;
+  constexpr std::int32_t kPadding = 2 * kPlanTileKeys;
   const std::int32_t padded = ((count - 1) / kPadding + 1) * kPadding;
   for (std::int32_t position = count + static_cast<std::int32_t>(threadIdx.x); position < padded;
        position += kPlanThreads) {
@@ -212,12 +212,12 @@ struct Tiles {
 __device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::uint32_t* ordered_units,
                                                 const Tiles& tiles) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const std::int32_t used = (count - 1) / kListTile + 1;
+  const std::int32_t used = (count - 1) / kPlanTileKeys + 1;
   for (std::int32_t tile = warp; tile < used; tile += kPlanWarps) {
     std::uint32_t any = 0, all = ~0u;
 #pragma unroll
-    for (int half = 0; half < kListTile / 32; ++half) {
-      const std::int32_t position = tile * kListTile + half * 32 + lane;
+    for (int half = 0; half < kPlanTileKeys / 32; ++half) {
+      const std::int32_t position = tile * kPlanTileKeys + half * 32 + lane;
       const std::uint32_t units = position < count ? ordered_units[position] : 0;
       any |= units, all &= units;
     }
@@ -231,15 +231,15 @@ __device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::u
 // The same of the range of `count` keys from `first`.
 __device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::int32_t first, std::int32_t count,
                                                  const Tiles& tiles) {
-  constexpr int kTogether = 4, kHalves = kListTile / 32;  // tiles that a warp looks at together
+  constexpr int kTogether = 4, kHalves = kPlanTileKeys / 32;  // tiles that a warp looks at together
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const std::int32_t used = (count - 1) / kListTile + 1;
+  const std::int32_t used = (count - 1) / kPlanTileKeys + 1;
   for (std::int32_t base = warp * kTogether; base < used; base += kPlanWarps * kTogether) {
     std::int32_t keys[kTogether * kHalves];
     std::uint32_t units[kTogether * kHalves];
 #pragma unroll
     for (int k = 0; k < kTogether * kHalves; ++k) {
-      keys[k] = base + k / kHalves < used ? first + base * kListTile + k * 32 + lane : -1;
+      keys[k] = base + k / kHalves < used ? first + base * kPlanTileKeys + k * 32 + lane : -1;
     }
     units_of_keys(rules, keys, units);
 #pragma unroll
@@ -299,7 +299,7 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
       __syncthreads();
       used = write_list_tiles(found.count, staging.ordered_units, tiles);
     } else {
-      result.first = found.lowest / kListTile * kListTile;
+      result.first = found.lowest / kPlanTileKeys * kPlanTileKeys;
       result.count = found.highest + 1 - result.first;
       used = write_range_tiles(rules, result.first, result.count, tiles);
     }
@@ -335,8 +335,8 @@ Staging take_staging(Arena& arena, const PlanShape& shape, std::int64_t batch) {
   return {arena.take<std::int32_t>(keys), arena.take<std::uint32_t>(keys), arena.take<std::uint32_t>(keys)};
 }
 
-// How many query heads share what they read of a view.
-std::int64_t shared_heads(bool defined, std::int64_t head_stride, std::int64_t head_divisor, std::int64_t heads) {
+// How many neighbouring query heads read the same entries of a view.
+std::int64_t heads_per_entry(bool defined, std::int64_t head_stride, std::int64_t head_divisor, std::int64_t heads) {
   return !defined || head_stride == 0 ? heads : head_divisor;
 }
 
@@ -355,11 +355,11 @@ __global__ __launch_bounds__(kCountThreads) void count_plan_kernel(const Visibil
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   PlanCounts sums = {};  // of the warp, the same in every lane
-  for (std::int32_t tile = warp; tile * kListTile < keys.count; tile += kCountThreads / 32) {
-    std::int32_t tile_keys[kListTile / 32];
-    RowRange ranges[kListTile / 32];
-    for (int half = 0; half < kListTile / 32; ++half) {
-      const std::int32_t position = tile * kListTile + half * 32 + lane;
+  for (std::int32_t tile = warp; tile * kPlanTileKeys < keys.count; tile += kCountThreads / 32) {
+    std::int32_t tile_keys[kPlanTileKeys / 32];
+    RowRange ranges[kPlanTileKeys / 32];
+    for (int half = 0; half < kPlanTileKeys / 32; ++half) {
+      const std::int32_t position = tile * kPlanTileKeys + half * 32 + lane;
       tile_keys[half] = position >= keys.count ? -1
                         : keys.first >= 0      ? keys.first + position
                                                : plan.keys[entry * plan.capacity + position];
@@ -368,13 +368,13 @@ __global__ __launch_bounds__(kCountThreads) void count_plan_kernel(const Visibil
     for (std::uint32_t units = plan.tile_units[entry * plan.tiles + tile]; units != 0; units &= units - 1) {
       const std::int32_t unit_row = first_row + (__ffs(units) - 1) * kUnitRows;
       std::uint32_t kept = 0;
-      for (int half = 0; half < kListTile / 32; ++half) {
+      for (int half = 0; half < kPlanTileKeys / 32; ++half) {
         for (int row = 0; row < kUnitRows; row += kWordRows) {
           kept += __popc(visible_word(visibility, ranges[half], batch, head, tile_keys[half], unit_row + row));
         }
       }
       kept = __reduce_add_sync(kAllLanes, kept);
-      const std::uint32_t computed = kListTile * max(0, min(kUnitRows, visibility.rows - unit_row));
+      const std::uint32_t computed = kPlanTileKeys * max(0, min(kUnitRows, visibility.rows - unit_row));
       sums.kept_scores += kept;
       sums.computed_scores += computed;
       sums.tiles_visited += 1;
@@ -404,19 +404,19 @@ PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int6
   const PackedMask& packed = visibility.packed;
   PlanShape shape;
   shape.head_divisor = std::max<std::int64_t>(
-      1, std::min({shared_heads(begin.defined(), begin.head_stride, begin.head_divisor, heads),
-                   shared_heads(end.defined(), end.head_stride, end.head_divisor, heads),
-                   shared_heads(key_mask.defined(), key_mask.head_stride, key_mask.head_divisor, heads),
-                   shared_heads(packed.defined(), packed.head_stride, packed.head_divisor, heads)}));
+      1, std::min({heads_per_entry(begin.defined(), begin.head_stride, begin.head_divisor, heads),
+                   heads_per_entry(end.defined(), end.head_stride, end.head_divisor, heads),
+                   heads_per_entry(key_mask.defined(), key_mask.head_stride, key_mask.head_divisor, heads),
+                   heads_per_entry(packed.defined(), packed.head_stride, packed.head_divisor, heads)}));
   shape.plan_heads = static_cast<std::int32_t>(heads / shape.head_divisor);
   // A stride of 0 stands for a dimension of size 1; views that are not defined have no strides.
   shape.per_batch =
       batch > 1 && ((visibility.seqlens != nullptr && visibility.seqlens_stride != 0) || begin.batch_stride != 0 ||
                     end.batch_stride != 0 || key_mask.batch_stride != 0 || packed.batch_stride != 0);
-  constexpr std::int64_t kTilePair = 2 * kListTile;
+  constexpr std::int64_t kTilePair = 2 * kPlanTileKeys;
   const auto round_up = [](std::int64_t keys) { return (keys + kTilePair - 1) / kTilePair * kTilePair; };
   shape.chunk_count = static_cast<std::int32_t>((std::int64_t{visibility.rows} + kChunkRows - 1) / kChunkRows);
-  shape.tiles = static_cast<std::int32_t>(round_up(visibility.keys) / kListTile);
+  shape.tiles = static_cast<std::int32_t>(round_up(visibility.keys) / kPlanTileKeys);
   if (begin.defined() || key_mask.defined() || packed.defined()) {
     const std::int64_t keys = visibility.keys;
     const std::int64_t wanted = list_limit > 0 ? list_limit : std::max<std::int64_t>(keys / 4, kLeastCapacity);
@@ -430,7 +430,6 @@ PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int6
 std::size_t plan_bytes(const PlanShape& shape, std::int64_t batch) {
   Arena arena(nullptr);
   take_arrays(arena, shape, batch);
-  take_staging(arena, shape, batch);
   return arena.used();
 }
 
@@ -459,11 +458,11 @@ DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory) {
 }
 
 cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
-                      DevicePlan* plan, cudaStream_t stream, void* staging) {
+                      void* staging, DevicePlan* plan, cudaStream_t stream) {
   *plan = plan_at(shape, batch, memory);
   Arena arena(memory), staging_arena(staging);
   PlanArrays arrays = take_arrays(arena, shape, batch);
-  arrays.staging = take_staging(staging == nullptr ? arena : staging_arena, shape, batch);
+  arrays.staging = take_staging(staging_arena, shape, batch);
   const std::int64_t plans = std::min<std::int64_t>(batch, shape.per_batch ? batch : 1) * shape.plan_heads;
   if (plans * shape.chunk_count == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(plans * shape.chunk_count);

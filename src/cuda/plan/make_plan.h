@@ -32,7 +32,7 @@ constexpr std::int32_t kLeastCapacity = 4096;
 // top w), else 0. A chunk that would list more becomes a range, so that the limit costs speed and never correctness.
 PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit);
 
-// Bytes of memory that make_plan fills; the last `staging_bytes` of them are of no use once it is done.
+// Bytes of a plan, and of the scratch memory that make_plan needs beside it.
 std::size_t plan_bytes(const PlanShape& shape, std::int64_t batch);
 std::size_t staging_bytes(const PlanShape& shape, std::int64_t batch);
 
@@ -40,20 +40,19 @@ std::size_t staging_bytes(const PlanShape& shape, std::int64_t batch);
 DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory);
 
 // Enqueues the making of the plan into `memory` (aligned to 64 bytes), one kernel, and describes it in `plan`.
-// `staging` (aligned to 64 bytes) takes the place of the last staging_bytes of `memory`; null: they are there. The same
-// visibility gives the same plan, bit by bit:
+// `staging` (aligned to 64 bytes) is of no use once it is made. The same visibility gives the same plan, bit by bit:
 // - listed keys stand in this order: first those that the chunk's first unit sees, by the last unit that sees them,
 //   highest first, and by index where that is equal; then the others by index;
 // - -1 follows up to a multiple of two tiles; tile_units of all later tiles are 0.
 // Returns launch errors only; never waits.
 cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
-                      DevicePlan* plan, cudaStream_t stream, void* staging = nullptr);
+                      void* staging, DevicePlan* plan, cudaStream_t stream);
 
 // What a plan holds, summed over batch elements and query heads.
 struct PlanCounts {
   std::int64_t kept_scores;      // visible (row, key) pairs
   std::int64_t computed_scores;  // scores of the tiles visited; rows past the last are not counted
-  std::int64_t tiles_visited;    // of kUnitRows rows x kListTile keys, those that the plan says some row may see
+  std::int64_t tiles_visited;    // of kUnitRows rows x kPlanTileKeys keys, those that the plan says some row may see
   std::int64_t tiles_partial;    // visited ones of which some score is hidden
   std::int64_t tiles_full;
   std::int64_t listed_keys;                // keys of all lists

@@ -39,12 +39,12 @@ struct PackShape {
 
 // What the running block packs: a strip of keys, a chunk of rows and a plane of (batches, heads), whose entries begin
 // at `entries`.
-struct PackPlace {
+struct PackBlock {
   std::int64_t strip, chunk, plane;
   const std::uint8_t* entries;
 };
 
-__device__ inline PackPlace place_of(const PackShape& shape) {
+__device__ inline PackBlock pack_block(const PackShape& shape) {
   const std::int64_t plane = blockIdx.x / shape.strips / shape.chunks;
   const std::int64_t batch = static_cast<std::uint32_t>(plane) / shape.heads;
   return {blockIdx.x % shape.strips, blockIdx.x / shape.strips % shape.chunks, plane,
@@ -148,7 +148,7 @@ template <Access kAccess>
 __global__ __launch_bounds__(32 * kPackWarps,
                              kAccess == Access::kBytes ? 2 : 3) void pack_mask_kernel(const PackShape shape) {
   constexpr int kStripKeys = strip_keys(kAccess);
-  const auto [strip, chunk, plane, entries_begin] = place_of(shape);
+  const auto [strip, chunk, plane, entries_begin] = pack_block(shape);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::int64_t first_row = chunk * kChunkRows + warp * kWarpRows;
   const int rows = static_cast<int>(min(max(shape.rows - first_row, std::int64_t{0}), std::int64_t{kWarpRows}));
@@ -229,7 +229,7 @@ __device__ inline std::uint32_t column_word(const std::uint8_t* column, int rows
 // ends up with one of its words.
 __global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const PackShape shape) {
   static_assert(kChunkWords == 32 && 2 * kChunkUnits == 32);
-  const auto [strip, chunk, plane, entries_begin] = place_of(shape);
+  const auto [strip, chunk, plane, entries_begin] = pack_block(shape);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = static_cast<int>(min(shape.rows - chunk * kChunkRows, std::int64_t{kChunkRows}));
   const std::uint32_t missing = rows_past_last(rows, lane);

@@ -93,7 +93,7 @@ void PreparedVisibility::arrange_plan(const AttentionProblem& problem, Arena* ar
     if (packed_memory_ == nullptr) visibility.packed.words = &kNoWords;
   }
   shape_ = plan_shape(visibility, problem.batch, problem.heads, list_limit(problem));
-  plan_memory_ = arena->take<std::byte>(plan_bytes(shape_, problem.batch) - staging_bytes(shape_, problem.batch));
+  plan_memory_ = arena->take<std::byte>(plan_bytes(shape_, problem.batch));
   plan = plan_at(shape_, problem.batch, plan_memory_);
 }
 
@@ -108,7 +108,7 @@ void PreparedVisibility::write(const AttentionProblem& problem, Launches* launch
       return pack_mask(problem.visibility.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
   }
-  launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, &plan, stream, staging_); });
+  launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, staging_, &plan, stream); });
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -147,7 +147,7 @@ void launch_results(const BackwardProblem& problem, const BackwardScratch& scrat
                                 stream);
   });
   if (scratch.bias_sums == BiasSums::kByHead) {
-    launches->then([&] { return launch_shared_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
+    launches->then([&] { return launch_reduced_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
   } else if (scratch.bias_sums == BiasSums::kRounded) {
     launches->then([&] {
       return launch_bias_gradients(scratch.dbias_sums, bias_elements(problem.dbias), problem.dbias.dtype,

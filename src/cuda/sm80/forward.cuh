@@ -1,6 +1,6 @@
 // The portable forward: flash attention with mma.sync over the tiles of keys that a block of rows sees.
 //
-// One block owns kRows query rows of one head. Keys and values come in tiles by cp.async: while scores are computed
+// One block owns kTileRows query rows of one head. Keys and values come in tiles by cp.async: while scores are computed
 // from a tile of keys its values arrive, and while the values are used the next keys arrive. Which tiles there are is
 // arithmetic (causal rule and lengths only) or read from a plan, whose keys are gathered while they are copied.
 #pragma once
@@ -21,15 +21,15 @@ struct ForwardBlock {
   using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>;
   static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kMTiles = Config::kWarpRows / 16;
-  static constexpr int kKeyTiles = kTileKeys / 8;  // columns of a score fragment
-  static constexpr int kDimTiles = kHeadDim / 8;
+  static constexpr int kNTiles = kTileKeys / 8;  // columns of a score fragment
+  static constexpr int kDimNTiles = kHeadDim / 8;
   static constexpr int kThreadRows = 2 * kMTiles;  // rows of which a thread holds parts
   using Tile = SharedTile<kHeadDim>;
-  using Tiles = PlannedTiles<kListTile, Config::kWords, Config::kWarps>;
+  using Tiles = PlannedTiles<kPlanTileKeys, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
   struct Shared : RowBlock {
     float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys
-    float true_max[Config::kRows];                     // of a safe run
+    float true_max[Config::kTileRows];                 // of a safe run
   };
   static constexpr std::size_t kSharedBytes =
       Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
@@ -38,8 +38,8 @@ struct ForwardBlock {
   Tile queries, keys, values;
   Shared& shared;
   Tiles& planned;  // only in a plan
-  float scores[kMTiles][kKeyTiles][4];
-  float sums[kMTiles][kDimTiles][4];
+  float scores[kMTiles][kNTiles][4];
+  float accumulators[kMTiles][kDimNTiles][4];
   float row_max[kThreadRows], row_sum[kThreadRows];
 
   __device__ ForwardBlock(const ForwardParams& params, int batch, int head, int first_row, unsigned char* memory)
@@ -58,17 +58,17 @@ struct ForwardBlock {
     int batch, head, first_row;
 
     __device__ Rows(const ForwardParams& params, unsigned block) {
-      const int row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
+      const int row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
       const int pair = static_cast<int>(block / static_cast<unsigned>(row_tiles));
       batch = pair / params.heads, head = pair % params.heads;
       // Under the causal rule the last rows see the most: they start first.
-      first_row = (row_tiles - 1 - static_cast<int>(block % static_cast<unsigned>(row_tiles))) * Config::kRows;
+      first_row = (row_tiles - 1 - static_cast<int>(block % static_cast<unsigned>(row_tiles))) * Config::kTileRows;
     }
   };
 
   // For order_blocks: how many tiles the block's units visit.
   __device__ static int visits(const ForwardParams& params, unsigned block, int lane, int lanes) {
-    constexpr int kUnits = Config::kRows < kUnitRows ? 1 : Config::kRows / kUnitRows;
+    constexpr int kUnits = Config::kTileRows < kUnitRows ? 1 : Config::kTileRows / kUnitRows;
     const Rows rows(params, block);
     const std::int64_t chunk = params.plan.first_chunk(rows.batch, rows.head) + rows.first_row / kChunkRows;
     const std::int32_t* units = params.plan.unit_tiles + chunk * kChunkUnits + rows.first_row % kChunkRows / kUnitRows;
@@ -78,9 +78,9 @@ struct ForwardBlock {
   }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
-  static constexpr bool kKeepsPlaces = kHeadDim <= 128 && !(kRowBias && Config::kWarpRows == 32);
+  static constexpr bool kKeepsOrigin = kHeadDim <= 128 && !(kRowBias && Config::kWarpRows == 32);
   __device__ static int thread_index() {
-    return kKeepsPlaces ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
+    return kKeepsOrigin ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
 
   // For what is done seldom: not worth registers.
@@ -92,15 +92,15 @@ struct ForwardBlock {
     return (kShort ? fresh_thread_index() : thread_index()) / 32 * Config::kWarpRows;
   }
 
-  struct Place : RowPlace<Config::kWarpRows> {
-    __device__ explicit Place(int thread = thread_index()) : RowPlace<Config::kWarpRows>(thread) {}
+  struct Origin : RowBlockOrigin<Config::kWarpRows> {
+    __device__ explicit Origin(int thread = thread_index()) : RowBlockOrigin<Config::kWarpRows>(thread) {}
   };
 
   __device__ void load_queries() const {
     const Tile tiles[] = {queries};
     const int first_row = shared.first_row;
     const TokenRows sources[] = {rows_of(params.query, shared.batch, shared.head, first_row)};
-    load_rows<Config::kRows, kHeadDim, Config::kThreads>(
+    load_rows<Config::kTileRows, kHeadDim, Config::kThreads>(
         thread_index(), tiles, sources, [&](int row) { return first_row + row < params.rows ? row : -1; },
         params.head_dim, params.aligned);
   }
@@ -124,30 +124,30 @@ struct ForwardBlock {
   // scores = queries keys^T
   __device__ void multiply_keys() {
     clear(scores);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kKeyAhead>(scores, queries,
-                                                                                                warp_row(), keys, 0);
+    gemm_from_shared<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows, Config::kKeyAhead>(scores, queries,
+                                                                                                 warp_row(), keys, 0);
   }
 
-  // Softcap and bias. `position`: of the tile, or in a plan the buffer of its facts.
-  __device__ void transform_scores(int position) {
+  // Softcap and bias. `tile_or_buffer`: the tile, or in a plan the buffer of its facts.
+  __device__ void transform_scores(int tile_or_buffer) {
     scale_products(params.score, scores);
-    const Place place;
+    const Origin origin;
     const BroadcastView& bias = params.bias;
     if (!kRowBias && !bias.defined()) return;
     if constexpr (kRowBias) {
       add_row_bias<Element>(
           bias, bias.offset(shared.batch, shared.head), params.rows, scores,
-          [&](int i) { return shared.first_row + place.row_of(i); },
+          [&](int i) { return shared.first_row + origin.row_of(i); },
           [&](int n, int pair) {
-            const int column = place.column_of(n) + pair;
-            if constexpr (kPlanned) return planned.facts[position].key[column];
-            const int key = position * kTileKeys + column;
+            const int column = origin.column_of(n) + pair;
+            if constexpr (kPlanned) return planned.facts[tile_or_buffer].key[column];
+            const int key = tile_or_buffer * kTileKeys + column;
             return key < shared.existing ? key : -1;
           });
     } else {
       add_key_bias(scores, [&](int n) {
-        const float* tile_bias = kPlanned ? planned.facts[position].bias : shared.bias;
-        return *reinterpret_cast<const float2*>(tile_bias + place.column_of(n));
+        const float* tile_bias = kPlanned ? planned.facts[tile_or_buffer].bias : shared.bias;
+        return *reinterpret_cast<const float2*>(tile_bias + origin.column_of(n));
       });
     }
   }
@@ -155,55 +155,56 @@ struct ForwardBlock {
   // Dense: leaves the bias of a tile's keys in shared memory, and asks for that of the tile after it.
   __device__ void load_key_bias(int tile) const {
     const BroadcastView& bias = params.bias;
-    const int place = recomputed(static_cast<int>(threadIdx.x));
-    if (kRowBias || !bias.defined() || place >= kTileKeys) return;
+    const int column = recomputed(static_cast<int>(threadIdx.x));
+    if (kRowBias || !bias.defined() || column >= kTileKeys) return;
     const std::int64_t offset = bias.offset(shared.batch, shared.head);
-    const int key = tile * kTileKeys + place;
+    const int key = tile * kTileKeys + column;
     if (key >= kTileKeys) prefetch_bias(bias, offset + (key - kTileKeys) * bias.key_stride);
-    shared.bias[place] = key < shared.existing ? load_bias<Element>(bias, offset + key * bias.key_stride) : 0.0f;
+    shared.bias[column] = key < shared.existing ? load_bias<Element>(bias, offset + key * bias.key_stride) : 0.0f;
   }
 
   // Hides what the causal rule and the length hide.
   __device__ void hide_tile(int tile) {
-    const Place place(fresh_thread_index());
+    const Origin origin(fresh_thread_index());
     const int existing = shared.existing, first_row = shared.first_row;
     hide_past_limits(
         scores,
         [&](int i) {
-          return causal_limit(params.visibility, existing, first_row + place.row_of(i)) - tile * kTileKeys;
+          return causal_limit(params.visibility, existing, first_row + origin.row_of(i)) - tile * kTileKeys;
         },
-        [&](int n) { return place.column_of(n); }, -INFINITY);
+        [&](int n) { return origin.column_of(n); }, -INFINITY);
   }
 
   __device__ const std::uint32_t* warp_words(const Facts& tile) const { return tile.words[warp_row() / kWordRows]; }
 
   // Of a safe run.
   __device__ void shift_huge_rows() {
-    const Place place(fresh_thread_index());
+    const Origin origin(fresh_thread_index());
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      float true_max = shared.true_max[place.row_of(i)];
-      shift_huge_row(params.score, i, true_max, scores, row_max, row_sum, sums);
+      float true_max = shared.true_max[origin.row_of(i)];
+      shift_huge_row(params.score, i, true_max, scores, row_max, row_sum, accumulators);
       __syncwarp();
-      if (place.column == 0) shared.true_max[place.row_of(i)] = true_max;
+      if (origin.column == 0) shared.true_max[origin.row_of(i)] = true_max;
     }
   }
 
-  // sums += probabilities values
+  // accumulators += probabilities values
   __device__ void add_values() {
     const float multiplier = params.score.multiplier;
     if constexpr (Config::kMixesSoftmax) {
       float reference[kThreadRows], tile_sum[kThreadRows] = {};
-      rescale_sums(multiplier, scores, row_max, row_sum, sums, reference);
-      multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0, [&](int depth, int part, int parts) {
-        exponentiate(multiplier, reference, scores, tile_sum, 2 * depth, part, parts);
-      });
+      rescale_sums(multiplier, scores, row_max, row_sum, accumulators, reference);
+      gemm_from_registers<Element, Config::kValueAhead>(
+          accumulators, scores, values, 0, [&](int depth, int part, int parts) {
+            exponentiate(multiplier, reference, scores, tile_sum, 2 * depth, part, parts);
+          });
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) row_sum[i] += tile_sum[i];
     } else {
-      update_softmax(multiplier, scores, row_max, row_sum, sums,
+      update_softmax(multiplier, scores, row_max, row_sum, accumulators,
                      [&](int i) { return row_maximum(scores, i, row_max[i]); });
-      multiply_sums<Element, Config::kValueAhead>(sums, scores, values, 0);
+      gemm_from_registers<Element, Config::kValueAhead>(accumulators, scores, values, 0);
     }
   }
 
@@ -213,9 +214,9 @@ struct ForwardBlock {
     // The barrier is needed without any tile, too, or another warp's queries would arrive where results are put.
     if (__syncthreads_or(has_huge_row())) {
       run_over_tiles<true>();
-      const Place place(fresh_thread_index());
+      const Origin origin(fresh_thread_index());
 #pragma unroll
-      for (int i = 0; i < kThreadRows; ++i) row_max[i] = shared.true_max[place.row_of(i)];
+      for (int i = 0; i < kThreadRows; ++i) row_max[i] = shared.true_max[origin.row_of(i)];
       __syncthreads();
     }
     store();
@@ -238,24 +239,24 @@ struct ForwardBlock {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       huge |= is_huge(reference_of(row_max[i], params.score.multiplier)) || !isfinite(row_sum[i]) ||
-              !isfinite(sums[i / 2][0][2 * (i % 2)]);
+              !isfinite(accumulators[i / 2][0][2 * (i % 2)]);
     }
     return huge;
   }
 
   template <bool kSafe>
   __device__ void begin() {
-    clear(sums);
-    const Place place(fresh_thread_index());
+    clear(accumulators);
+    const Origin origin(fresh_thread_index());
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       row_max[i] = -INFINITY, row_sum[i] = 0;
-      if constexpr (kSafe) shared.true_max[place.row_of(i)] = -INFINITY;
+      if constexpr (kSafe) shared.true_max[origin.row_of(i)] = -INFINITY;
     }
   }
 
   __device__ void store() {
-    const Place place(fresh_thread_index());
+    const Origin origin(fresh_thread_index());
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
 #pragma unroll
@@ -265,15 +266,15 @@ struct ForwardBlock {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const bool empty = row_max[i] == -INFINITY && sum == 0;
       const float inverse = empty ? 0.0f : 1.0f / sum;
-      const int row = first_row + place.row_of(i);
+      const int row = first_row + origin.row_of(i);
       if (lane % 4 == 0 && row < params.rows) {
         const std::int64_t index = (static_cast<std::int64_t>(batch) * params.heads + head) * params.rows + row;
         store_row_facts(params, index, row_max[i], sum * unrounded(params.score, row_max[i]));
       }
 #pragma unroll
-      for (int n = 0; n < kDimTiles; ++n) {
-        const float* pair = &sums[i / 2][n][2 * (i % 2)];
-        store_shared(queries.piece(place.row_of(i), n) + 4 * (lane % 4),
+      for (int n = 0; n < kDimNTiles; ++n) {
+        const float* pair = &accumulators[i / 2][n][2 * (i % 2)];
+        store_shared(queries.piece(origin.row_of(i), n) + 4 * (lane % 4),
                      pack<Element>(pair[0] * inverse, pair[1] * inverse));
       }
     }
@@ -291,7 +292,7 @@ struct ForwardBlock {
 
   template <bool kSafe>
   __device__ void run_dense() {
-    const int first_row = shared.first_row, last_row = min(first_row + Config::kRows, params.rows) - 1;
+    const int first_row = shared.first_row, last_row = min(first_row + Config::kTileRows, params.rows) - 1;
     const int limit = causal_limit(params.visibility, shared.existing, last_row);
     // Tiles from here on hold keys that some row must not see.
     const int first_limit = causal_limit(params.visibility, shared.existing, first_row);
@@ -321,7 +322,7 @@ struct ForwardBlock {
     }
   }
 
-  __device__ int next_planned(int* place) { return planned.next(params.plan, shared.chunk, place); }
+  __device__ int next_planned(int* cursor) { return planned.next(params.plan, shared.chunk, cursor); }
 
   // Whether the warp's rows see any of the tile's keys, and whether they see all.
   __device__ void look_at_words(const Facts& facts, bool* any, bool* all) const {
@@ -338,12 +339,12 @@ struct ForwardBlock {
 
   template <bool kSafe>
   __device__ void run_planned() {
-    planned.template start<Element, kRowBias, Config::kRows>(params, shared.chunk, shared.batch, shared.head,
-                                                             shared.first_row);
+    planned.template start<Element, kRowBias, Config::kTileRows>(params, shared.chunk, shared.batch, shared.head,
+                                                                 shared.first_row);
     load_queries();
     // Tiles this far ahead of the one that is computed.
-    int place = 0;
-    int tile = next_planned(&place), ahead = next_planned(&place), far_ahead = next_planned(&place);
+    int cursor = 0;
+    int tile = next_planned(&cursor), ahead = next_planned(&cursor), far_ahead = next_planned(&cursor);
     typename Tiles::InFlight flight = planned.template make_first_facts<Element>(
         params, shared.chunk, tile, ahead, far_ahead, shared.existing, shared.first_row);
     if (tile >= 0) load_tile(keys, shared.keys, tile, 0);
@@ -361,16 +362,16 @@ struct ForwardBlock {
         multiply_keys();
         if (params.score.transforms) transform_scores(buffer);
         if (!sees_all) {
-          const Place place;
+          const Origin origin;
           hide_by_words(
-              scores, warp_words(facts), warp_row() % kWordRows, [&](int n) { return place.column_of(n); }, -INFINITY);
+              scores, warp_words(facts), warp_row() % kWordRows, [&](int n) { return origin.column_of(n); }, -INFINITY);
         }
         if constexpr (kSafe) shift_huge_rows();
       }
       planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, shared.existing, shared.first_row);
       tile = ahead;
       ahead = far_ahead;
-      far_ahead = next_planned(&place);  // read while the block waits, as are the rows' places
+      far_ahead = next_planned(&cursor);  // read while the block waits, as is what follows
       const TokenRows key_rows = shared.keys;
       wait_copies<0>();
       __syncthreads();

@@ -21,17 +21,17 @@ struct ForwardConfig {
   // Whether probabilities are made between the products of those before them: where it is faster (measured on an H200).
   static constexpr bool kMixesSoftmax = kHeadDim == 64;
 
-  // kAhead of multiply_blocks and multiply_sums.
+  // kAhead of gemm_from_shared and gemm_from_registers.
   static constexpr int kKeyAhead = kHeadDim <= 128 ? 1 : 4;
   static constexpr int kValueAhead = kHeadDim <= 128 ? 1 : 2;
 
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = kWarps * kWarpRows;
-  static constexpr int kWords = kRows / kWordRows;  // visibility words of a key
+  static constexpr int kTileRows = kWarps * kWarpRows;
+  static constexpr int kWords = kTileRows / kWordRows;  // visibility words of a key
   static constexpr int kBlocksPerProcessor = kWarps == 8 ? 1 : 2;
 
   // Shared memory: queries (later the result), keys, values, then PlannedTiles.
-  static constexpr std::size_t kQueryBytes = std::size_t{kRows} * kHeadDim * 2;
+  static constexpr std::size_t kQueryBytes = std::size_t{kTileRows} * kHeadDim * 2;
   static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
   static constexpr std::size_t kTileSharedBytes = kQueryBytes + 2 * kTileBytes;
 };

@@ -31,7 +31,7 @@ cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stre
       return launch_forward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream);
     }
   }
-  const std::int64_t row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
+  const std::int64_t row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
   const std::int64_t blocks = row_tiles * params.heads * params.batch;
   ForwardParams ordered = params;
   if constexpr (kPlanned) {
@@ -48,10 +48,10 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
   using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
   using Config = typename Block::Config;
   static_assert(Block::kSharedBytes <= (kNarrow ? kLeastSharedBytes : kWideSharedBytes));
-  std::int64_t tiles = params.takes_ranges ? (params.keys + Config::kKeys - 1) / Config::kKeys : 0;
+  std::int64_t tiles = params.takes_ranges ? (params.keys + Config::kTileKeys - 1) / Config::kTileKeys : 0;
   if (kPlanned) {
     tiles +=
-        static_cast<std::int64_t>(params.plan.capacity / Config::kKeys) * (params.chunk_limit - params.first_chunk);
+        static_cast<std::int64_t>(params.plan.capacity / Config::kTileKeys) * (params.chunk_limit - params.first_chunk);
   }
   const std::int64_t blocks = tiles * params.batch * params.key_heads * params.splits;
   BackwardParams ordered = params;
@@ -81,15 +81,15 @@ cudaError_t launch_query_backward_kernel(const BackwardParams& params, cudaStrea
       return launch_query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream);
     }
   }
-  const std::int64_t row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
-  int shared_batches = 1, shared_heads = 1;
+  const std::int64_t row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
+  int entry_batches = 1, entry_heads = 1;
   if (kRowBias && params.dbias_sums != nullptr) {
-    shared_batches = params.dbias.batches == 1 ? params.batch : 1;
-    shared_heads = static_cast<int>(params.dbias.head_divisor);
+    entry_batches = params.dbias.batches == 1 ? params.batch : 1;
+    entry_heads = static_cast<int>(params.dbias.head_divisor);
   }
   return launch_blocks(query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
-                       row_tiles * (params.heads / shared_heads) * (params.batch / shared_batches), Config::kThreads,
-                       Block::kSharedBytes, stream, params, shared_batches, shared_heads);
+                       row_tiles * (params.heads / entry_heads) * (params.batch / entry_batches), Config::kThreads,
+                       Block::kSharedBytes, stream, params, entry_batches, entry_heads);
 }
 
 // Calls `launch` with two constants: whether there is a plan, and whether the bias has rows of its own: that takes

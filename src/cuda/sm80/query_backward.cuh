@@ -18,7 +18,7 @@ struct QueryBackwardBlock {
   using Config = QueryBackwardConfig<kHeadDim, kNarrow>;
   static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kMTiles = Config::kWarpRows / 16, kThreadRows = 2 * kMTiles;
-  static constexpr int kNTiles = Config::kPartKeys / 8, kDimTiles = kHeadDim / 8;
+  static constexpr int kNTiles = Config::kPartKeys / 8, kDimNTiles = kHeadDim / 8;
   using Tile = SharedTile<kHeadDim>;
   using Tiles = PlannedTiles<kTileKeys, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
@@ -30,7 +30,7 @@ struct QueryBackwardBlock {
   RowBlock& shared;
   Tiles& planned;  // only in a plan
   float scores[kMTiles][kNTiles][4], gradients[kMTiles][kNTiles][4];
-  float sums[kMTiles][kDimTiles][4];
+  float dqueries[kMTiles][kDimNTiles][4];
   RowFacts facts[kThreadRows];  // of the thread's rows
   bool has_large_row = false;   // any of the warp's
 
@@ -51,11 +51,11 @@ struct QueryBackwardBlock {
     return {keys(stage).address + static_cast<std::uint32_t>(Config::kTileBytes)};
   }
 
-  // The warp's first row within the block. Made anew wherever it is needed, as Place: kept, they would take registers.
+  // The warp's first row within the block. Made anew wherever it is needed, as Origin: kept, they would take registers.
   __device__ static int warp_row() { return recomputed(static_cast<int>(threadIdx.x)) / 32 * Config::kWarpRows; }
 
-  struct Place : RowPlace<Config::kWarpRows> {
-    __device__ Place() : RowPlace<Config::kWarpRows>(recomputed(static_cast<int>(threadIdx.x))) {}
+  struct Origin : RowBlockOrigin<Config::kWarpRows> {
+    __device__ Origin() : RowBlockOrigin<Config::kWarpRows>(recomputed(static_cast<int>(threadIdx.x))) {}
   };
 
   __device__ static const RowFacts* row_facts_of(const BackwardParams& params, const RowBlock& shared) {
@@ -65,12 +65,12 @@ struct QueryBackwardBlock {
   }
 
   __device__ void read_row_facts() {
-    const Place place;
+    const Origin origin;
     const RowFacts* source = row_facts_of(params, shared);
     const int rows = params.rows - shared.first_row;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      facts[i] = place.row_of(i) < rows ? source[place.row_of(i)] : make_float2(INFINITY, 0);
+      facts[i] = origin.row_of(i) < rows ? source[origin.row_of(i)] : make_float2(INFINITY, 0);
       has_large_row |= is_large_row(facts[i].x);
     }
     has_large_row = __any_sync(~0u, has_large_row);
@@ -84,49 +84,52 @@ struct QueryBackwardBlock {
     const Tile tiles[] = {queries, output_gradients};
     const TokenRows sources[] = {rows_of(params.query, batch, head, first_row),
                                  rows_of(params.dout, batch, head, first_row)};
-    load_rows<Config::kRows, kHeadDim, Config::kThreads>(
+    load_rows<Config::kTileRows, kHeadDim, Config::kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
         [&](int row) { return first_row + row < params.rows && source[row].x != INFINITY ? row : -1; }, params.head_dim,
         params.aligned);
   }
 
-  // `position`: of the tile, or in a plan the buffer of its facts.
-  __device__ int key_at(int position, int place) const {
-    if constexpr (kPlanned) return planned.facts[position].key[place];
-    const int key = position * kTileKeys + place;
+  // `tile_or_buffer`: the tile, or in a plan the buffer of its facts.
+  __device__ int key_at(int tile_or_buffer, int column) const {
+    if constexpr (kPlanned) return planned.facts[tile_or_buffer].key[column];
+    const int key = tile_or_buffer * kTileKeys + column;
     return key < shared.existing ? key : -1;
   }
 
-  __device__ void load_tile(int tile, int position, int stage) const {
+  __device__ void load_tile(int tile, int tile_or_buffer, int stage) const {
     const Tile tiles[] = {keys(stage), values(stage)};
     const TokenRows sources[] = {shared.keys, shared.values};
     const int first_key = kPlanned && !needs_facts(tile) ? planned.first_key(tile) : -1;
     load_rows<kTileKeys, kHeadDim, Config::kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
-        [&](int row) { return first_key >= 0 ? first_key + row : key_at(position, row); }, params.head_dim,
+        [&](int row) { return first_key >= 0 ? first_key + row : key_at(tile_or_buffer, row); }, params.head_dim,
         params.aligned);
   }
 
   __device__ void multiply_keys(int stage, int first_column) {
     clear(scores);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries, warp_row(), keys(stage),
-                                                                             first_column);
+    gemm_from_shared<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(scores, queries, warp_row(), keys(stage),
+                                                                              first_column);
   }
 
-  __device__ void transform_scores(int position, int first_column) {
+  __device__ void transform_scores(int tile_or_buffer, int first_column) {
     scale_products(params.score, scores);
     const BroadcastView& bias = params.bias;
     if (!bias.defined()) return;
-    const Place place;
+    const Origin origin;
     const std::int64_t offset = bias.offset(shared.batch, shared.head);
-    const auto key_of = [&](int n, int pair) { return key_at(position, first_column + place.column_of(n) + pair); };
+    const auto key_of = [&](int n, int pair) {
+      return key_at(tile_or_buffer, first_column + origin.column_of(n) + pair);
+    };
     if constexpr (kRowBias) {
       add_row_bias<Element>(
-          bias, offset, params.rows, scores, [&](int i) { return shared.first_row + place.row_of(i); }, key_of);
+          bias, offset, params.rows, scores, [&](int i) { return shared.first_row + origin.row_of(i); }, key_of);
     } else {
       add_key_bias(scores, [&](int n) {
         if constexpr (kPlanned) {
-          return *reinterpret_cast<const float2*>(&planned.facts[position].bias[first_column + place.column_of(n)]);
+          return *reinterpret_cast<const float2*>(
+              &planned.facts[tile_or_buffer].bias[first_column + origin.column_of(n)]);
         }
         const auto read = [&](int key) {
           return key < 0 ? 0.0f : load_bias<Element>(bias, offset + key * bias.key_stride);
@@ -136,17 +139,17 @@ struct QueryBackwardBlock {
     }
   }
 
-  __device__ void hide(int position, int first_column, bool full) {
-    const Place place;
-    const auto column = [&](int n) { return first_column + place.column_of(n); };
+  __device__ void hide(int tile_or_buffer, int first_column, bool full) {
+    const Origin origin;
+    const auto column = [&](int n) { return first_column + origin.column_of(n); };
     if constexpr (kPlanned) {
       if (full) return;
       const int row = warp_row();
-      hide_by_words(scores, planned.facts[position].words[row / kWordRows], row % kWordRows, column, -INFINITY);
+      hide_by_words(scores, planned.facts[tile_or_buffer].words[row / kWordRows], row % kWordRows, column, -INFINITY);
     } else {
       const auto limit_of = [&](int i) {
-        return causal_limit(params.visibility, shared.existing, shared.first_row + place.row_of(i)) -
-               position * kTileKeys;
+        return causal_limit(params.visibility, shared.existing, shared.first_row + origin.row_of(i)) -
+               tile_or_buffer * kTileKeys;
       };
       if (limit_of(0) < kTileKeys) hide_past_limits(scores, limit_of, column, -INFINITY);
     }
@@ -156,26 +159,26 @@ struct QueryBackwardBlock {
   __device__ void subtract_large_rows() {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const Place place;
-      const int row = shared.first_row + place.row_of(i);
+      const Origin origin;
+      const int row = shared.first_row + origin.row_of(i);
       if (is_large_row(facts[i].x)) subtract_large_lse(params, shared.batch, shared.head, row, i, scores);
     }
   }
 
-  // Adds to places that no other block adds to.
-  __device__ void add_bias_gradients(int position, int first_column) const {
-    const Place place;
+  // No other block adds to these entries.
+  __device__ void add_bias_gradients(int tile_or_buffer, int first_column) const {
+    const Origin origin;
     const BroadcastView& dbias = params.dbias;
     float* target = params.dbias_sums + dbias.offset(shared.batch, shared.head);
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const int row = shared.first_row + place.row_of(i);
+      const int row = shared.first_row + origin.row_of(i);
       float sum = 0;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const int key = key_at(position, first_column + place.column_of(n) + pair);
+          const int key = key_at(tile_or_buffer, first_column + origin.column_of(n) + pair);
           const float gradient = gradients[i / 2][n][2 * (i % 2) + pair];
           if (dbias.keys == 1) {
             sum += gradient;
@@ -186,27 +189,27 @@ struct QueryBackwardBlock {
       if (dbias.keys != 1) continue;
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      if (place.column == 0 && row < params.rows) target[row * dbias.row_stride] += sum;
+      if (origin.column == 0 && row < params.rows) target[row * dbias.row_stride] += sum;
     }
   }
 
   // `full`: in a plan, every row sees every key.
-  __device__ void run_tile(int position, int stage, bool full = false) {
+  __device__ void run_tile(int tile_or_buffer, int stage, bool full = false) {
 #pragma unroll 1
     for (int first_column = 0; first_column < kTileKeys; first_column += Config::kPartKeys) {
-      run_part(position, stage, first_column, full);
+      run_part(tile_or_buffer, stage, first_column, full);
     }
   }
 
   // The keys of a tile from first_column on.
-  __device__ void run_part(int position, int stage, int first_column, bool full) {
+  __device__ void run_part(int tile_or_buffer, int stage, int first_column, bool full) {
     multiply_keys(stage, first_column);
-    if (params.score.transforms) transform_scores(position, first_column);
-    hide(position, first_column, full);
+    if (params.score.transforms) transform_scores(tile_or_buffer, first_column);
+    hide(tile_or_buffer, first_column, full);
     if (has_large_row) subtract_large_rows();
     clear(gradients);
-    multiply_blocks<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients, warp_row(),
-                                                                             values(stage), first_column);
+    gemm_from_shared<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients, warp_row(),
+                                                                              values(stage), first_column);
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -219,7 +222,7 @@ struct QueryBackwardBlock {
           float& gradient = gradients[i / 2][n][at];
           gradient = score == -INFINITY ? 0 : probability * (gradient - facts[i].y);  // not NaN where nothing is seen
         }
-    if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(position, first_column);
+    if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(tile_or_buffer, first_column);
     if (params.score.softcap != 0) {
       // Once more, since the capped scores are gone: there are no registers to keep them in.
       multiply_keys(stage, first_column);
@@ -229,20 +232,17 @@ struct QueryBackwardBlock {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float ratio = scores[m][n][i] * params.score.inverse_softcap;
-            gradients[m][n][i] *= 1 - ratio * ratio;
-          }
+          for (int i = 0; i < 4; ++i) gradients[m][n][i] *= softcap_derivative(params.score, scores[m][n][i]);
     }
-    multiply_sums<Element>(sums, gradients, keys(stage), first_column);
+    gemm_from_registers<Element>(dqueries, gradients, keys(stage), first_column);
   }
 
   __device__ void run_dense() {
-    const int last_row = min(shared.first_row + Config::kRows, params.rows) - 1;
+    const int last_row = min(shared.first_row + Config::kTileRows, params.rows) - 1;
     const int tiles = (causal_limit(params.visibility, shared.existing, last_row) + kTileKeys - 1) / kTileKeys;
     if (tiles > 0) load_tile(0, 0, 0);
     commit_copies();
-    clear(sums);
+    clear(dqueries);
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = Config::kStages == 2 ? tile % 2 : 0;
       wait_copies<0>();
@@ -258,25 +258,25 @@ struct QueryBackwardBlock {
     }
   }
 
-  __device__ int next_planned(int* place) { return planned.next(params.plan, shared.chunk, place); }
+  __device__ int next_planned(int* cursor) { return planned.next(params.plan, shared.chunk, cursor); }
 
   // As in forward.cuh.
   __device__ void run_planned() {
-    planned.template start<Element, kRowBias, Config::kRows>(params, shared.chunk, shared.batch, shared.head,
-                                                             shared.first_row);
-    int place = 0;
-    int tile = next_planned(&place), ahead = next_planned(&place), far_ahead = next_planned(&place);
+    planned.template start<Element, kRowBias, Config::kTileRows>(params, shared.chunk, shared.batch, shared.head,
+                                                                 shared.first_row);
+    int cursor = 0;
+    int tile = next_planned(&cursor), ahead = next_planned(&cursor), far_ahead = next_planned(&cursor);
     typename Tiles::InFlight flight = planned.template make_first_facts<Element>(
         params, shared.chunk, tile, ahead, far_ahead, shared.existing, shared.first_row);
     if (tile >= 0) load_tile(tile, 0, 0);
     commit_copies();
-    clear(sums);
+    clear(dqueries);
     for (int buffer = 0; tile >= 0; buffer ^= 1) {
       const int stage = Config::kStages == 2 ? buffer : 0;
       wait_copies<0>();
       planned.make_facts(params.visibility, flight, ahead, buffer ^ 1, shared.existing, shared.first_row);
       __syncthreads();
-      const int next = next_planned(&place);
+      const int next = next_planned(&cursor);
       if (Config::kStages == 2 && ahead >= 0) load_tile(ahead, buffer ^ 1, stage ^ 1);
       flight = planned.template request_facts<Element>(params, far_ahead, shared.existing);
       planned.request_index(params.plan, shared.chunk, next);
@@ -294,16 +294,16 @@ struct QueryBackwardBlock {
   }
 
   __device__ void store() const {
-    const Place place;
+    const Origin origin;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
-    const std::uint32_t lane_bytes = 2 * place.column;
+    const std::uint32_t lane_bytes = 2 * origin.column;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
-      for (int n = 0; n < kDimTiles; ++n) {
-        const float* pair = &sums[i / 2][n][2 * (i % 2)];
-        store_shared(queries.piece(place.row_of(i), n) + lane_bytes,
+      for (int n = 0; n < kDimNTiles; ++n) {
+        const float* pair = &dqueries[i / 2][n][2 * (i % 2)];
+        store_shared(queries.piece(origin.row_of(i), n) + lane_bytes,
                      pack<Element>(pair[0] * params.score.scale, pair[1] * params.score.scale));
       }
     __syncwarp();  // a warp's queries, and now results, are its own
@@ -333,26 +333,27 @@ struct QueryBackwardBlock {
   }
 };
 
-// One block a tile of rows of a head; with a bias gradient that several heads or batch elements share, it takes them
-// one after another, as it alone owns its rows of that gradient.
+// One block a tile of rows of a head; where several heads or batch elements (entry_heads, entry_batches) add to
+// the same entries of a bias gradient, the block takes them one after another, since it alone owns its rows of that
+// gradient.
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
 __global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kNarrow>::kThreads,
                                   QueryBackwardConfig<kHeadDim, kNarrow>::kBlocksPerProcessor)
-    query_backward_kernel(const __grid_constant__ BackwardParams params, int shared_batches, int shared_heads) {
+    query_backward_kernel(const __grid_constant__ BackwardParams params, int entry_batches, int entry_heads) {
   using Config = QueryBackwardConfig<kHeadDim, kNarrow>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const int row_tiles = (params.rows + Config::kRows - 1) / Config::kRows;
+  const int row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
   const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(row_tiles));
   const int owner = static_cast<int>(blockIdx.x / static_cast<unsigned>(row_tiles));
   using Block = QueryBackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
   if constexpr (!kRowBias) {
-    Block(params, owner / params.heads, owner % params.heads, row_tile * Config::kRows, shared).run();
+    Block(params, owner / params.heads, owner % params.heads, row_tile * Config::kTileRows, shared).run();
     return;
   }
-  const int head_owners = params.heads / shared_heads;
-  for (int batch = owner / head_owners * shared_batches, batches = shared_batches; batches > 0; ++batch, --batches) {
-    for (int head = owner % head_owners * shared_heads, heads = shared_heads; heads > 0; ++head, --heads) {
-      Block(params, batch, head, row_tile * Config::kRows, shared).run();
+  const int head_owners = params.heads / entry_heads;
+  for (int batch = owner / head_owners * entry_batches, batches = entry_batches; batches > 0; ++batch, --batches) {
+    for (int head = owner % head_owners * entry_heads, heads = entry_heads; heads > 0; ++head, --heads) {
+      Block(params, batch, head, row_tile * Config::kTileRows, shared).run();
       __syncthreads();
     }
   }

@@ -16,13 +16,13 @@ struct QueryBackwardConfig {
   static constexpr int kWarpRows = kHeadDim <= 128 ? 32 : 16;
   static constexpr int kWarps = kNarrow ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = kWarpRows * kWarps;
-  static constexpr int kTileKeys = kListTile;
+  static constexpr int kTileRows = kWarpRows * kWarps;
+  static constexpr int kTileKeys = kPlanTileKeys;
   static constexpr int kPartKeys = kHeadDim == 128 ? 16 : 32;
-  static constexpr int kWords = kRows / kWordRows;
+  static constexpr int kWords = kTileRows / kWordRows;
   static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;  // tiles of keys and values on their way
   static constexpr int kBlocksPerProcessor = kHeadDim <= 128 ? 2 : 1;
-  static constexpr std::size_t kRowBytes = std::size_t{kRows} * kHeadDim * 2;
+  static constexpr std::size_t kRowBytes = std::size_t{kTileRows} * kHeadDim * 2;
   static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
   static constexpr std::size_t kTileSharedBytes = 2 * kRowBytes + kStages * 2 * kTileBytes;
 };

@@ -18,18 +18,18 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
     query_gradient_kernel(const __grid_constant__ BackwardProblem problem, const float* sums) {
   using Config = BackwardConfig<kHeadDim, kNarrow>;
   using Tile = SharedTile<kHeadDim>;
-  constexpr int kQueryRows = Config::kRows / Config::kQueryRowWarps;
+  constexpr int kQueryRows = Config::kTileRows / Config::kQueryRowWarps;
   constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
   __shared__ __align__(1024) unsigned char shared[Config::kRowBytes];
   const Tile tile{shared_address(shared)};
-  const int row_tiles = static_cast<int>((problem.rows + Config::kRows - 1) / Config::kRows);
-  const int first_row = static_cast<int>(blockIdx.x) % row_tiles * Config::kRows;
+  const int row_tiles = static_cast<int>((problem.rows + Config::kTileRows - 1) / Config::kTileRows);
+  const int first_row = static_cast<int>(blockIdx.x) % row_tiles * Config::kTileRows;
   const std::int64_t pair = blockIdx.x / static_cast<unsigned>(row_tiles);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int lane_row = warp % Config::kQueryRowWarps * kQueryRows + lane / 4;
   const int first_piece = warp / Config::kQueryRowWarps * kQueryDims / 8;
   const auto* source =
-      reinterpret_cast<const float4*>(sums + static_cast<std::int64_t>(blockIdx.x) * Config::kRows * kHeadDim);
+      reinterpret_cast<const float4*>(sums + static_cast<std::int64_t>(blockIdx.x) * Config::kTileRows * kHeadDim);
   const float scale = static_cast<float>(problem.scale);
 #pragma unroll
   for (int m = 0; m < kQueryRows / 16; ++m)
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
                  pair % problem.heads * problem.dquery.head_stride;
   const int head_dim = static_cast<int>(problem.head_dim);
   const bool aligned = head_dim % 8 == 0 && reinterpret_cast<std::uintptr_t>(problem.dquery.data) % 16 == 0;
-  for (int index = static_cast<int>(threadIdx.x); index < Config::kRows * Tile::kPieces; index += Config::kThreads) {
+  for (int index = static_cast<int>(threadIdx.x); index < Config::kTileRows * Tile::kPieces;
+       index += Config::kThreads) {
     const int row = index / Tile::kPieces, piece = index % Tile::kPieces;
     if (first_row + row >= problem.rows) continue;
     std::uint32_t words[4];
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
 template <typename Element, int kHeadDim, bool kNarrow>
 cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
   using Config = BackwardConfig<kHeadDim, kNarrow>;
-  const std::int64_t tiles = (problem.rows + Config::kRows - 1) / Config::kRows * problem.heads * problem.batch;
+  const std::int64_t tiles = (problem.rows + Config::kTileRows - 1) / Config::kTileRows * problem.heads * problem.batch;
   query_gradient_kernel<Element, kHeadDim, kNarrow>
       <<<static_cast<unsigned>(tiles), Config::kThreads, 0, stream>>>(problem, sums);
   return cudaGetLastError();
@@ -75,7 +76,7 @@ cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, std::size_
 
 template <int kHeadDim, bool kNarrow>
 constexpr BackwardTiles tiles_of() {
-  return {BackwardConfig<kHeadDim, kNarrow>::kRows, BackwardConfig<kHeadDim, kNarrow>::kKeys};
+  return {BackwardConfig<kHeadDim, kNarrow>::kTileRows, BackwardConfig<kHeadDim, kNarrow>::kTileKeys};
 }
 
 }  // namespace

@@ -111,12 +111,12 @@ struct Case {
     std::swap(all, bias.host);
     const auto keep_bias = [&](std::int64_t b, std::int64_t h, std::int64_t row, std::int64_t j) {
       if (!bias_float.host.empty()) {
-        float* place = &bias_float.at(b, h, row, j);
-        *place = all_float[static_cast<std::size_t>(place - bias_float.host.data())];
+        float* entry = &bias_float.at(b, h, row, j);
+        *entry = all_float[static_cast<std::size_t>(entry - bias_float.host.data())];
       }
       if (!bias.host.empty()) {
-        std::uint16_t* place = &bias.at(b, h, row, j);
-        *place = all[static_cast<std::size_t>(place - bias.host.data())];
+        std::uint16_t* entry = &bias.at(b, h, row, j);
+        *entry = all[static_cast<std::size_t>(entry - bias.host.data())];
       }
     };
     for (std::int64_t b = 0; b < sizes.batch; ++b)
@@ -237,13 +237,27 @@ void compare(Case& c, const Result& result) {
           ASSERT_EQ(lse, expected.lse);
         }
         for (int d = 0; d < c.head_dim; ++d) {
-          const auto place = static_cast<std::size_t>(((b * sizes.rows + row) * sizes.heads + h) * c.head_dim + d);
+          const auto index = static_cast<std::size_t>(((b * sizes.rows + row) * sizes.heads + h) * c.head_dim + d);
           const auto at = static_cast<std::size_t>(d);
-          ASSERT_NEAR(c.numbers.value(result.out[place]), expected.out[at],
+          ASSERT_NEAR(c.numbers.value(result.out[index]), expected.out[at],
                       1.1 * c.numbers.epsilon() * expected.magnitude[at] + 1e-4 * expected.magnitude[at] + 1e-7)
               << "column " << d;
         }
       }
+}
+
+// Random tokens, nothing hidden.
+Case plain_case(Rng& rng, DType dtype, const Sizes& sizes, int head_dim, double scale) {
+  Case c;
+  c.numbers.dtype = dtype;
+  c.problem.sizes = sizes;
+  c.problem.visibility.rows = static_cast<std::int32_t>(sizes.rows);
+  c.problem.visibility.keys = static_cast<std::int32_t>(sizes.keys);
+  c.head_dim = head_dim, c.scale = scale;
+  c.query = Tokens(rng, c.numbers, sizes.batch, sizes.rows, sizes.heads, head_dim);
+  c.key = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, head_dim);
+  c.value = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, head_dim);
+  return c;
 }
 
 Case random_case(Rng& rng) {
@@ -331,14 +345,8 @@ INSTANTIATE_TEST_SUITE_P(Seeds, RandomDecode, testing::Range(0, 16));
 TEST(Decode, NonFiniteKeysShow) {
   for (const double poison : {kNaN, kInfinity}) {
     Rng rng(7);
-    Case c;
-    c.numbers.dtype = DType::kBFloat16;
-    c.problem.sizes = {2, 4, 2, 1, 1000};
-    c.problem.visibility.rows = 1, c.problem.visibility.keys = 1000;
-    c.head_dim = 64, c.processors = 132, c.scale = 0.125;
-    c.query = Tokens(rng, c.numbers, 2, 1, 4, 64);
-    c.key = Tokens(rng, c.numbers, 2, 1000, 2, 64);
-    c.value = Tokens(rng, c.numbers, 2, 1000, 2, 64);
+    Case c = plain_case(rng, DType::kBFloat16, {2, 4, 2, 1, 1000}, 64, 0.125);
+    c.processors = 132;
     c.key.at(1, 700, 1, 5) = c.numbers.bits(poison);
     for (int h = 2; h < 4; ++h) c.query.at(1, 0, h, 5) = c.numbers.bits(1);
     const Result result = run(c, false);
@@ -357,15 +365,9 @@ TEST(Decode, NonFiniteKeysShow) {
 // The last keys of a long split: listed keys are 16 bits.
 TEST(Decode, LongSplits) {
   Rng rng(11);
-  Case c;
-  c.numbers.dtype = DType::kFloat16;
-  c.problem.sizes = {1, 1, 1, 1, 140001};
-  c.problem.visibility.rows = 1, c.problem.visibility.keys = 140001;
-  c.head_dim = 32, c.processors = 0, c.scale = 0.2;
+  Case c = plain_case(rng, DType::kFloat16, {1, 1, 1, 1, 140001}, 32, 0.2);
+  c.processors = 0;  // as few splits as listed keys allow
   c.problem.mask = make_mask(rng, c.problem.sizes, {0, 0, 0, 1}, Layout::kContiguous, 30);
-  c.query = Tokens(rng, c.numbers, 1, 1, 1, 32);
-  c.key = Tokens(rng, c.numbers, 1, 140001, 1, 32);
-  c.value = Tokens(rng, c.numbers, 1, 140001, 1, 32);
   c.poison();
   compare(c, run(c, false));
 }

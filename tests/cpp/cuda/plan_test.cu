@@ -65,26 +65,26 @@ ExpectedChunk expected_chunk(Problem& problem, const PlanShape& shape, std::int6
     std::stable_sort(listed.begin(), listed.end(), [&](auto a, auto b) { return rank(a) < rank(b); });
   } else {
     const std::int32_t last = listed.back();
-    expected.keys.first = listed.front() / kListTile * kListTile;
+    expected.keys.first = listed.front() / kPlanTileKeys * kPlanTileKeys;
     listed.resize(static_cast<std::size_t>(last + 1 - expected.keys.first));
     std::iota(listed.begin(), listed.end(), expected.keys.first);
     expected.keys.count = static_cast<std::int32_t>(listed.size());
   }
   for (std::size_t i = 0; i < listed.size(); ++i) {
-    expected.tile_units[i / kListTile] |= static_cast<std::uint16_t>(units[static_cast<std::size_t>(listed[i])]);
+    expected.tile_units[i / kPlanTileKeys] |= static_cast<std::uint16_t>(units[static_cast<std::size_t>(listed[i])]);
   }
-  for (std::size_t tile = 0; tile * kListTile < listed.size(); ++tile) {
+  for (std::size_t tile = 0; tile * kPlanTileKeys < listed.size(); ++tile) {
     for (int unit = 0; unit < kChunkUnits; ++unit) {
       if ((expected.tile_units[tile] >> unit & 1) == 0) continue;
       const std::int64_t rows = std::min<std::int64_t>(kUnitRows, end_row - first_row - unit * kUnitRows);
       std::int64_t scores = 0;
-      for (std::size_t i = tile * kListTile; i < std::min(listed.size(), (tile + 1) * kListTile); ++i) {
+      for (std::size_t i = tile * kPlanTileKeys; i < std::min(listed.size(), (tile + 1) * kPlanTileKeys); ++i) {
         scores += kept[static_cast<std::size_t>(listed[i])][static_cast<std::size_t>(unit)];
       }
       expected.kept += scores;
-      expected.computed += rows * kListTile;
+      expected.computed += rows * kPlanTileKeys;
       expected.visited += 1;
-      if (scores != rows * kListTile) continue;
+      if (scores != rows * kPlanTileKeys) continue;
       expected.full += 1;
       expected.tile_full[tile] |= static_cast<std::uint16_t>(1u << unit);
     }
@@ -113,7 +113,7 @@ void expect_chunk(const DevicePlan& plan, const ExpectedChunk& expected, std::in
   }
   ASSERT_EQ(to_host(plan.unit_tiles + entry * kChunkUnits, units), unit_tiles);
   if (keys.first >= 0) return;
-  constexpr std::size_t kPair = 2 * kListTile;
+  constexpr std::size_t kPair = 2 * kPlanTileKeys;
   std::vector<std::int32_t> list = expected.list;
   list.resize((list.size() + kPair - 1) / kPair * kPair, -1);
   ASSERT_LE(static_cast<std::int64_t>(list.size()), plan.capacity);
@@ -124,12 +124,13 @@ void expect_plan(Problem& problem) {
   problem.upload();
   const std::int64_t batch = problem.sizes.batch, heads = problem.sizes.heads;
   const PlanShape shape = plan_shape(problem.visibility, batch, heads, problem.list_limit);
-  EXPECT_EQ(shape.capacity % (2 * kListTile), 0);
+  EXPECT_EQ(shape.capacity % (2 * kPlanTileKeys), 0);
   EXPECT_EQ(shape.tiles % 2, 0);
-  EXPECT_GE(shape.tiles, shape.capacity / kListTile);
-  DeviceMemory memory(plan_bytes(shape, batch)), device_counts(sizeof(PlanCounts));
+  EXPECT_GE(shape.tiles, shape.capacity / kPlanTileKeys);
+  DeviceMemory memory(plan_bytes(shape, batch)), staging(staging_bytes(shape, batch));
+  DeviceMemory device_counts(sizeof(PlanCounts));
   DevicePlan plan;
-  expect_success(make_plan(problem.visibility, shape, batch, memory.get(), &plan, nullptr));
+  expect_success(make_plan(problem.visibility, shape, batch, memory.get(), staging.get(), &plan, nullptr));
   auto* counts = static_cast<PlanCounts*>(device_counts.get());
   expect_success(count_plan(problem.visibility, plan, batch, heads, counts, nullptr));
   expect_success(cudaDeviceSynchronize());
@@ -356,7 +357,7 @@ TEST(MakePlan, GraphsCaptureIt) {
   problem.upload();
   const PlanShape shape = plan_shape(problem.visibility, 1, 2, 0);
   const std::size_t bytes = plan_bytes(shape, 1), packed_bytes = packed_mask_bytes(problem.mask.view, 3000, 3000);
-  DeviceMemory memory(bytes), packed_memory(packed_bytes), counts(sizeof(PlanCounts));
+  DeviceMemory memory(bytes), staging(staging_bytes(shape, 1)), packed_memory(packed_bytes), counts(sizeof(PlanCounts));
   cudaStream_t stream;
   expect_success(cudaStreamCreate(&stream));
   cudaGraph_t graph;
@@ -365,7 +366,7 @@ TEST(MakePlan, GraphsCaptureIt) {
   Visibility visibility = problem.visibility;
   expect_success(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   expect_success(pack_mask(problem.mask.view, 3000, 3000, packed_memory.get(), &visibility.packed, stream));
-  expect_success(make_plan(visibility, shape, 1, memory.get(), &plan, stream));
+  expect_success(make_plan(visibility, shape, 1, memory.get(), staging.get(), &plan, stream));
   expect_success(count_plan(visibility, plan, 1, 2, static_cast<PlanCounts*>(counts.get()), stream));
   expect_success(cudaStreamEndCapture(stream, &graph));
   expect_success(cudaGraphInstantiate(&executable, graph, 0));

@@ -1,0 +1,161 @@
+// What a block of the backward keeps in shared memory, and how it gets there: tiles of keys and values for the whole
+// walk, of queries and output gradients for a step or two, and what is known of keys, rows and steps.
+#pragma once
+
+#include "cuda/attention/key_block.cuh"
+#include "cuda/attention/row_walk.cuh"
+#include "cuda/attention/scores.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/sm80/backward_config.h"
+
+namespace flash_dmattn::internal::cuda {
+
+template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+struct BackwardMemory {
+  using Config = BackwardConfig<kHeadDim, kNarrow>;
+  static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kThreads = Config::kThreads;
+  using DimTile = SharedTile<kHeadDim>;
+  using ScoreTile = SharedTile<kTileKeys>;
+  using Walk = RowWalk<kTileRows, kTileKeys, kPlanned>;
+  using Step = typename Walk::Step;
+
+  // Rings, indexed by a step's number: BackwardBlock::run says which steps have a slot at the same time.
+  static constexpr int kStepSlots = 4, kFactSlots = 3, kWordSlots = 2;
+
+  // What is the same for the whole block is here too: registers are short.
+  struct Shared {
+    float2 row_facts[kFactSlots][kTileRows];  // RowFacts
+    std::int32_t key[kTileKeys];              // of each column; -1: none, or no row sees it, and the tile holds zeros
+    RowRange range[kTileKeys];
+    float bias[kTileKeys];                           // if it is the same for every row
+    float dbias[Config::kScoreRowWarps][kTileKeys];  // likewise; each row of warps adds to a part of its own
+    std::uint32_t words[kWordSlots][Config::kWords][kTileKeys];
+    Step steps[kStepSlots];
+    Walk walk;
+    KeyBlock block;
+    int existing;
+    int head;            // of the step
+    bool has_large_row;  // of the call
+    bool transforms;     // whether anything is done to scores before the softmax
+  };
+  static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
+
+  const BackwardParams& params;
+  DimTile keys, values;
+  std::uint32_t rows_address;  // stages of queries and output gradients
+  ScoreTile probabilities, score_gradients;
+  Shared& shared;
+  const KeyBlock& block;
+
+  __device__ BackwardMemory(const BackwardParams& params, const KeyBlock& own_block, unsigned char* memory)
+      : params(params),
+        keys{shared_address(memory)},
+        values{keys.address + static_cast<std::uint32_t>(Config::kKeyBytes)},
+        rows_address(values.address + static_cast<std::uint32_t>(Config::kKeyBytes)),
+        probabilities{rows_address + static_cast<std::uint32_t>(Config::kStages * 2 * Config::kRowBytes)},
+        score_gradients{probabilities.address + static_cast<std::uint32_t>(Config::kScoreBytes)},
+        shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
+        block(shared.block) {
+    if (threadIdx.x == 0) {
+      shared.block = own_block;
+      shared.existing = key_count(params.visibility, own_block.batch);
+      shared.has_large_row = *params.has_large_row != 0;
+      shared.transforms = params.score.transforms || shared.has_large_row;
+    }
+    __syncthreads();
+  }
+
+  __device__ int existing() const { return shared.existing; }
+
+  __device__ DimTile queries(int stage) const {
+    return {rows_address + static_cast<std::uint32_t>(stage * 2 * Config::kRowBytes)};
+  }
+  __device__ DimTile output_gradients(int stage) const {
+    return {rows_address + static_cast<std::uint32_t>((stage * 2 + 1) * Config::kRowBytes)};
+  }
+
+  __device__ int row_tiles() const { return (params.rows + kTileRows - 1) / kTileRows; }
+
+  // By one warp.
+  __device__ void note_step(int number) const {
+    if (threadIdx.x >= 32) return;
+    const Step step = shared.walk.next(params, block, existing());
+    if (threadIdx.x == 0) shared.steps[number % kStepSlots] = step;
+  }
+
+  __device__ void read_key_facts() const {
+    for (int column = static_cast<int>(threadIdx.x); column < kTileKeys; column += kThreads) {
+      int key = block.tile * kTileKeys + column;
+      if (block.listed) {
+        const ChunkKeys chunk_keys = params.plan.chunks[block.plan_chunk];
+        key = key < chunk_keys.count
+                  ? params.plan.keys[static_cast<std::int64_t>(block.plan_chunk) * params.plan.capacity + key]
+                  : -1;
+      }
+      const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, existing(), key);
+      bool visible = range.begin < range.end;
+      if constexpr (kPlanned) {
+        visible = any_row_sees(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
+                               block.end_chunk);
+      }
+      shared.key[column] = visible ? key : -1;
+      shared.range[column] = range;
+#pragma unroll
+      for (int part = 0; part < Config::kScoreRowWarps; ++part) shared.dbias[part][column] = 0;
+    }
+  }
+
+  // Of a bias that is the same for every row.
+  __device__ void read_key_bias(int head) const {
+    if (kRowBias || !params.bias.defined()) return;
+    for (int column = static_cast<int>(threadIdx.x); column < kTileKeys; column += kThreads) {
+      const int key = shared.key[column];
+      const std::int64_t offset = params.bias.offset(block.batch, head) + key * params.bias.key_stride;
+      shared.bias[column] = key < 0 ? 0 : load_bias<Element>(params.bias, offset);
+    }
+  }
+
+  // Keys and values, once for the whole walk.
+  __device__ void load_keys() const {
+    const DimTile tiles[] = {keys, values};
+    const TokenRows sources[] = {rows_of(params.key, block.batch, block.key_head, 0),
+                                 rows_of(params.value, block.batch, block.key_head, 0)};
+    load_rows<kTileKeys, kHeadDim, kThreads>(
+        static_cast<int>(threadIdx.x), tiles, sources, [&](int row) { return shared.key[row]; }, params.head_dim,
+        params.aligned);
+  }
+
+  // Rows past the last have facts too.
+  __device__ void load_row_facts(Step step, int slot) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (!step.exists() || thread >= kTileRows / 2) return;
+    const std::int64_t tile =
+        (static_cast<std::int64_t>(block.batch) * params.heads + step.head) * row_tiles() + step.row_tile;
+    copy_async_16(shared_address(&shared.row_facts[slot][2 * thread]), params.row_facts + tile * kTileRows + 2 * thread,
+                  true);
+  }
+
+  // Queries and output gradients; the step's row facts are there. Rows that see no key are zeros, whatever they hold.
+  __device__ void load_step(Step step, int stage, int slot) const {
+    const DimTile tiles[] = {queries(stage), output_gradients(stage)};
+    const TokenRows sources[] = {rows_of(params.query, block.batch, step.head, step.first_row()),
+                                 rows_of(params.dout, block.batch, step.head, step.first_row())};
+    load_rows<kTileRows, kHeadDim, kThreads>(
+        static_cast<int>(threadIdx.x), tiles, sources,
+        [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim, params.aligned);
+  }
+
+  __device__ void make_words(Step step, int slot) const {
+    if (step.full) return;
+#pragma unroll
+    for (int index = static_cast<int>(threadIdx.x); index < kTileKeys * Config::kWords; index += kThreads) {
+      const int word = index / kTileKeys, column = index % kTileKeys;
+      const int key = shared.key[column];
+      shared.words[slot][word][column] = key < 0 ? 0
+                                                 : visible_word(params.visibility, shared.range[column], block.batch,
+                                                                step.head, key, step.first_row() + word * kWordRows);
+    }
+  }
+};
+
+}  // namespace flash_dmattn::internal::cuda
