@@ -1,6 +1,7 @@
-// Rows of the backward whose lse is large (kLargeScore). As one number it is known to its rounding only, which may be
-// more than the logarithm of the row's sum: probabilities would come out too large or too small by any factor. Their
-// scores are compared with the row's maximum and sum, which the forward leaves apart for this.
+// Rows of the backward whose lse is large (kLargeScore). Stored as one float32 such an lse is rounded, perhaps by more
+// than the logarithm of the row's sum, and probabilities relative to it would be wrong by any factor. The forward
+// therefore stores the row's maximum and the logarithm of its sum as two numbers (RowStats), and the scores of such
+// rows are made relative to these.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,9 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Stands in RowFacts for the lse of such a row, from whose scores it is then subtracted without effect. A true lse of 0
-// is +0 there.
+// Marks a large row, in RowFacts, in place of its lse. It is a zero, since exponents subtract it from scores that
+// subtract_large_lse has made relative before; and a negative one, to differ from a true lse of 0, which is stored as
+// +0.
 constexpr float kLargeRow = -0.0f;
 
 __device__ inline bool is_large_row(float lse_log2) { return __float_as_uint(lse_log2) == __float_as_uint(kLargeRow); }

@@ -21,7 +21,8 @@ constexpr bool is_narrow(std::size_t shared_limit) { return shared_limit < kWide
 // How scores are made from products.
 struct ScoreRule {
   // Whether scores are made before the softmax: with a softcap, a bias, or a scale that is not positive or of unusual
-  // size. Else the products stand for them, and the scale is applied inside the exponent only.
+  // size. Else the softmax takes products of queries and keys as they are ("products stand for scores"), and the scale
+  // is applied inside the exponent only.
   bool transforms = false;
   float multiplier = 1;  // inside the exponent, of base 2: log2(e), or scale * log2(e) if products stand there
   // Half of the multiplier, and the inverse of that: products with large scores then stay in float's range.
@@ -68,8 +69,9 @@ struct AttentionParams {
   BroadcastView mask;
 };
 
-// Of a row of which lse may be too coarse: x is its maximum, of that which stands for scores (ScoreRule), y the natural
-// logarithm of the sum of its probabilities relative to that maximum.
+// A row's lse in two numbers, for rows whose lse one number would round too coarsely: x is the row's highest score, or
+// product where products stand for scores (ScoreRule), y the natural logarithm of the sum of its probabilities relative
+// to x.
 using RowStats = float2;
 
 struct ForwardParams : AttentionParams {

@@ -22,8 +22,8 @@ __device__ inline float row_maximum(const float (&scores)[kMTiles][kNTiles][4], 
   return fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
 }
 
-// What a row's scores are relative to. A row that has seen nothing yet: every probability must come out as 0, not as
-// NaN.
+// What a row's exponents are relative to. 0 for a row that has not seen any key yet: its scores are all -inf, and
+// relative to -inf their probabilities would be NaN instead of 0.
 __device__ inline float reference_of(float highest, float multiplier) {
   return highest == -INFINITY ? 0.0f : __fmul_rn(highest, multiplier);
 }
@@ -45,8 +45,9 @@ struct HalfProduct {
   }
 };
 
-// Done first for each of the thread's rows i where one of a warp may be huge. Raises true_max, the row's maximum, to
-// that of the tile, and turns the scores of a huge row into their distances from it: to what follows its row_max is 0.
+// Comes before update_softmax, for each of the thread's rows i, where any row of the warp may be huge. Raises true_max,
+// the row's maximum, to that of the tile, and turns the scores of a huge row into their distances from it, so that for
+// update_softmax the row's maximum is 0.
 template <int kMTiles, int kNTiles, int kDimNTiles>
 __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_max,
                                       float (&scores)[kMTiles][kNTiles][4], float (&row_max)[2 * kMTiles],
@@ -113,8 +114,8 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
   }
 }
 
-// The same in two halves, of which the second one can be done share by share between products. First the new maxima,
-// and what was summed before rescaled to them.
+// update_softmax in two halves, so that the second can be done part by part between products. The first half finds the
+// new maxima and rescales to them what was summed before.
 template <int kMTiles, int kNTiles, int kDimNTiles>
 __device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTiles][kNTiles][4],
                                     float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
@@ -140,7 +141,8 @@ __device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTi
     }
 }
 
-// Then one of `parts` shares of two neighbouring key tiles to probabilities, which are added to the thread's `sum`.
+// The second half, for one of `parts` parts of the columns of accumulators first_tile and first_tile + 1: turns scores
+// into probabilities and adds them to the thread's `sum`.
 template <int kMTiles, int kNTiles>
 __device__ inline void exponentiate(float multiplier, const float (&reference)[2 * kMTiles],
                                     float (&scores)[kMTiles][kNTiles][4], float (&sum)[2 * kMTiles], int first_tile,

@@ -62,7 +62,8 @@ struct PlannedTiles {
   bool is_plain;              // the chunk's keys are neighbours and have no bias: a full tile needs no KeyFacts
   ChunkKeys chunk;
 
-  // What comes in sizes that no background copy has, on its way.
+  // What is known of a thread's key in sizes that cp.async cannot copy, bytes of a mask and biases of 16 bits: registers
+  // that loads are under way to.
   struct InFlight {
     std::int32_t key = -1;
     float bias = 0;
@@ -103,7 +104,7 @@ struct PlannedTiles {
 
   __device__ int tiles() const { return (chunk.count + kTileKeys - 1) / kTileKeys; }
 
-  // Starts reading what the plan says of kBatch tiles. Past the last they are zeros, as no row sees those.
+  // Starts reading what the plan says of kBatch tiles. Past the last tile it reads zeros: no row sees those.
   __device__ void request_batch(const DevicePlan& plan, int plan_chunk, int first_tile) {
     constexpr int kPairs = kBatch / 2;
     const int thread = recomputed(static_cast<int>(threadIdx.x));  // seldom: not worth a register
@@ -118,8 +119,8 @@ struct PlannedTiles {
     commit_copies();
   }
 
-  // Queues the tiles of the next batch that the block's rows see. By all threads; reading ahead has hidden what it
-  // waits for, unless the batch before had no tile.
+  // Queues the tiles of the next batch that the block's rows see. By all threads. It waits for the reads of
+  // request_batch, which have long arrived if the batch before had a tile to compute.
   __device__ void look_at_batch(const DevicePlan& plan, int plan_chunk) {
     const int thread = static_cast<int>(threadIdx.x), first_tile = looked_at;
     wait_copies<0>();

@@ -15,7 +15,7 @@ namespace flash_dmattn::internal::cuda {
 // Where an operand's columns lie: along the depth of the product (as A's and B^T's usually do) or across it.
 enum class Depth { kAlongRows, kAlongColumns };
 
-// A 16-column block to the right of `first`, which may start anywhere.
+// The address at which a lane reads the `block`-th 16 columns from `first_column` on, which may be any multiple of 8.
 template <int kColumns>
 __device__ inline std::uint32_t block_address(SharedTile<kColumns> tile, int row, int first_column, int block,
                                               int half) {
@@ -37,8 +37,8 @@ struct Nothing {
 // a_first, b_first: the warp's first row and column of the product.
 // Fragments of B are read kAhead steps ahead of the products that use them, those of A a whole depth of 16 ahead: where
 // few products follow a read, one step does not hide what it takes.
-// between(step, steps) stands between the products, to be worked on while they are: the compiler itself puts all else
-// before or behind them.
+// between(step, steps) is called after the products of each step, so that what it does runs while the tensor cores do:
+// the compiler by itself puts all other work before or behind the products.
 template <typename Element, int kDepth, Depth kA, Depth kB, int kAhead = 1, int kMTiles, int kNTiles, int kAColumns,
           int kBColumns, typename Between = Nothing>
 __device__ inline void gemm_from_shared(float (&accumulators)[kMTiles][kNTiles][4], SharedTile<kAColumns> a,
@@ -98,7 +98,8 @@ __device__ inline void gemm_from_shared(float (&accumulators)[kMTiles][kNTiles][
 
 // accumulators += A B with A the accumulators of another product, rounded to Element: its rows are this product's, its
 // columns the depth. B: `b` holds depth x columns, from row `b_first` on. Fragments are read kAhead steps ahead.
-// make(depth, part, parts) makes a share of A's columns 16 * depth ... between the products of those before.
+// make(depth, part, parts) makes one of `parts` parts of A's 16 columns from 16 * depth on. It is called between the
+// products of the 16 columns before, and at once for the first 16.
 template <typename Element, int kAhead = 1, int kMTiles, int kDepthTiles, int kNTiles, int kColumns,
           typename Make = Nothing>
 __device__ inline void gemm_from_registers(float (&accumulators)[kMTiles][kNTiles][4],

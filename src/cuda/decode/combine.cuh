@@ -9,8 +9,9 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// What is known of a row: x its highest score (of that which stands for one), y the sum of its probabilities relative
-// to that. The weight of a part among others of which one has the highest.
+// Each part of a row's result comes with facts, a float2: x is the highest score, or product where products stand for
+// scores (ScoreRule), y the sum of probabilities relative to x. This is what the part's sums are multiplied by to be
+// added to those of other parts, where `total_highest` is the highest x of all.
 __device__ inline float weight_of(const ScoreRule& rule, float highest, float total_highest) {
   return highest == -INFINITY ? 0.0f : exp2_fast(2 * HalfProduct(rule, total_highest).distance(rule, highest));
 }

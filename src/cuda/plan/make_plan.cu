@@ -21,7 +21,7 @@ constexpr int kBins = kChunkUnits + 1;
 // Lists of at most this many keys are put in order in shared memory, longer ones in global memory.
 constexpr std::int32_t kStagedKeys = 5120;
 
-// Listed keys by index and what units_of_keys says of them; then that of the ordered list.
+// Listed keys by index, and what units_of_keys says of each; and what it says of each in the order of the plan.
 struct Staging {
   std::int32_t* keys;
   std::uint32_t* units;
@@ -191,7 +191,7 @@ __device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, c
   }
 }
 
-// What a chunk's tiles are found out to be.
+// Takes down which units see a tile of the chunk, and which see all of it.
 struct Tiles {
   std::uint16_t *units, *full;
 
@@ -228,7 +228,7 @@ __device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::u
   return used;
 }
 
-// The same of the range of `count` keys from `first`.
+// As write_list_tiles, of the range of `count` keys from `first` on.
 __device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::int32_t first, std::int32_t count,
                                                  const Tiles& tiles) {
   constexpr int kTogether = 4, kHalves = kPlanTileKeys / 32;  // tiles that a warp looks at together
@@ -317,7 +317,7 @@ std::size_t count_chunks(const PlanShape& shape, std::int64_t batch) {
   return static_cast<std::size_t>((shape.per_batch ? batch : 1) * shape.plan_heads * shape.chunk_count);
 }
 
-// But for the staging.
+// All arrays but those of the staging.
 PlanArrays take_arrays(Arena& arena, const PlanShape& shape, std::int64_t batch) {
   const std::size_t chunks = count_chunks(shape, batch);
   PlanArrays arrays = {};

@@ -22,7 +22,7 @@ struct BackwardConfig {
   static constexpr bool kOddDims = kHeadDim == 96 || (kNarrow && kHeadDim == 32);  // of which four warps take too few
   static constexpr int kKeyWarps = kTileKeys == 128 || kOddDims ? 4 : 2;
   static constexpr int kQueryRowWarps = kTileRows == 128 || kOddDims ? 4 : 2;
-  // Of queries and output gradients: those of the next step are on their way.
+  // Stages of queries and output gradients. With two, those of the next step arrive while a step is computed.
   static constexpr int kStages = kNarrow && kHeadDim >= 128 ? 1 : 2;
   // kAhead of gemm_from_shared, for scores, gradients of probabilities and the others.
   static constexpr int kScoreAhead = 2;

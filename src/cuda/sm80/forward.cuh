@@ -29,7 +29,7 @@ struct ForwardBlock {
   using Facts = typename Tiles::Facts;
   struct Shared : RowBlock {
     float bias[kPlanned || kRowBias ? 1 : kTileKeys];  // of the tile's keys
-    float true_max[Config::kTileRows];                 // of a safe run
+    float true_max[Config::kTileRows];                 // of rows, where kSafe
   };
   static constexpr std::size_t kSharedBytes =
       Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
@@ -177,7 +177,7 @@ struct ForwardBlock {
 
   __device__ const std::uint32_t* warp_words(const Facts& tile) const { return tile.words[warp_row() / kWordRows]; }
 
-  // Of a safe run.
+  // Only where the tiles are gone over once more (kSafe).
   __device__ void shift_huge_rows() {
     const Origin origin(fresh_thread_index());
 #pragma unroll
@@ -208,10 +208,11 @@ struct ForwardBlock {
     }
   }
 
-  // Twice where it has to be, by code of its own, so that the loop that nearly always runs knows nothing of huge rows.
+  // Goes over the tiles once; and once more, by code of its own (kSafe), if that shows a row to be huge. So the loop
+  // that nearly always suffices does nothing about huge rows.
   __device__ void run() {
     run_over_tiles<false>();
-    // The barrier is needed without any tile, too, or another warp's queries would arrive where results are put.
+    // Without any tile the barrier is needed, too: store() puts results where queries may still be arriving.
     if (__syncthreads_or(has_huge_row())) {
       run_over_tiles<true>();
       const Origin origin(fresh_thread_index());
@@ -233,7 +234,8 @@ struct ForwardBlock {
     wait_copies<0>();
   }
 
-  // A row that was huge for a while and is no more is no harm, unless its probabilities left float's range.
+  // Whether any row's maximum is huge at the end, or has been so huge that probabilities left float's range: otherwise
+  // a maximum that was huge for a while did no harm.
   __device__ bool has_huge_row() const {
     bool huge = false;
 #pragma unroll
@@ -342,7 +344,7 @@ struct ForwardBlock {
     planned.template start<Element, kRowBias, Config::kTileRows>(params, shared.chunk, shared.batch, shared.head,
                                                                  shared.first_row);
     load_queries();
-    // Tiles this far ahead of the one that is computed.
+    // The tile that is computed, and the next two.
     int cursor = 0;
     int tile = next_planned(&cursor), ahead = next_planned(&cursor), far_ahead = next_planned(&cursor);
     typename Tiles::InFlight flight = planned.template make_first_facts<Element>(
@@ -376,7 +378,7 @@ struct ForwardBlock {
       wait_copies<0>();
       __syncthreads();
       if (tile >= 0) load_tile(keys, key_rows, tile, buffer ^ 1);
-      if (needs_facts(ahead & far_ahead)) {  // either does
+      if (needs_facts(ahead & far_ahead)) {  // either of the two: the mark kDirectTile is not in both
         flight = planned.template request_facts<Element>(params, ahead, shared.existing);
         planned.request_index(params.plan, shared.chunk, far_ahead);
       }
