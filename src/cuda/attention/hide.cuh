@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/attention/fragments.cuh"
+
 namespace flash_dmattn::internal::cuda {
 
 // `words`: of the 32 rows that hold the warp's, one for each column, from the fragments' first column on; the warp's
@@ -31,12 +33,9 @@ __device__ inline void hide_past_limits(float (&scores)[kMTiles][kNTiles][4], Li
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
     const int limit = limit_of(i);
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        if (column_of(n) + pair >= limit) scores[i / 2][n][2 * (i % 2) + pair] = hidden;
-      }
+    for_each_in_row(scores, i, [&](int n, int pair, float& score) {
+      if (column_of(n) + pair >= limit) score = hidden;
+    });
   }
 }
 

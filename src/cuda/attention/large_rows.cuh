@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/attention/fragments.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/softmax.cuh"
 
@@ -31,13 +32,9 @@ __device__ inline void subtract_large_lse(const BackwardParams& params, int batc
   const RowStats stats = params.row_stats[index];
   const HalfProduct highest(params.score, stats.x);
   const float half_log2_sum = 0.5f * kLog2E * stats.y;
-#pragma unroll
-  for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      float& score = scores[i / 2][n][2 * (i % 2) + pair];
-      score = (highest.distance(params.score, score) - half_log2_sum) * params.score.inverse_half;
-    }
+  for_each_in_row(scores, i, [&](int, int, float& score) {
+    score = (highest.distance(params.score, score) - half_log2_sum) * params.score.inverse_half;
+  });
 }
 
 }  // namespace flash_dmattn::internal::cuda

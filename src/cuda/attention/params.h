@@ -107,7 +107,7 @@ struct BackwardParams : AttentionParams {
   // (B, Hkv): whether dkey and dvalue are stored all the same, since no chunk of that head has a list and every key has
   // one owner; null: never.
   const std::uint8_t* stored = nullptr;
-  std::int32_t splits = 1;  // blocks that share a tile of keys, each with some of the group's heads
+  std::int32_t splits = 1;  // blocks of one tile of keys, each with some of the group's heads
 
   // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.
   std::int32_t first_chunk = 0, chunk_limit = 0;

@@ -6,6 +6,7 @@
 // of any size, and is subtracted as well (shift_huge_row).
 #pragma once
 
+#include "cuda/attention/fragments.cuh"
 #include "cuda/attention/scores.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 
@@ -52,7 +53,6 @@ template <int kMTiles, int kNTiles, int kDimNTiles>
 __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_max,
                                       float (&scores)[kMTiles][kNTiles][4], float (&row_max)[2 * kMTiles],
                                       float (&row_sum)[2 * kMTiles], float (&accumulators)[kMTiles][kDimNTiles][4]) {
-  const int m = i / 2, half = 2 * (i % 2);
   const float before = true_max, after = row_maximum(scores, i, before);
   if (after == -INFINITY) return;
   true_max = after;
@@ -64,21 +64,12 @@ __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_
     const float residuals = (old.is_huge() ? old.residual : 0) - (huge ? product.residual : 0);
     const float rescale = before == -INFINITY ? 0.0f : exp2_fast(2 * (old.rounded - product.rounded + residuals));
     row_sum[i] *= rescale;
-#pragma unroll
-    for (int n = 0; n < kDimNTiles; ++n) {
-      accumulators[m][n][half] *= rescale;
-      accumulators[m][n][half + 1] *= rescale;
-    }
+    for_each_in_row(accumulators, i, [&](int, int, float& accumulator) { accumulator *= rescale; });
   }
   row_max[i] = huge ? 0 : after;
   if (!huge) return;
-#pragma unroll
-  for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      float& score = scores[m][n][half + pair];
-      score = product.distance(rule, score) * rule.inverse_half;
-    }
+  for_each_in_row(scores, i,
+                  [&](int, int, float& score) { score = product.distance(rule, score) * rule.inverse_half; });
 }
 
 // Turns scores, times `multiplier` in units of log2, into probabilities relative to the new row maxima, highest_of(i),
@@ -89,27 +80,18 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
                                       float (&accumulators)[kMTiles][kDimNTiles][4], HighestOf highest_of) {
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
-    const int m = i / 2, half = 2 * (i % 2);
     const float highest = highest_of(i), reference = reference_of(highest, multiplier);
     const float rescale = exp2_fast(__fmul_rn(row_max[i], multiplier) - reference);
     row_max[i] = highest;
     float sum = 0;
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        float& score = scores[m][n][half + pair];
-        score = exp2_fast(fmaf(score, multiplier, -reference));
-        sum += score;
-      }
+    for_each_in_row(scores, i, [&](int, int, float& score) {
+      score = exp2_fast(fmaf(score, multiplier, -reference));
+      sum += score;
+    });
     row_sum[i] = row_sum[i] * rescale + sum;
     // Seldom: after the first tiles a maximum hardly moves.
     if (__any_sync(~0u, rescale != 1)) {
-#pragma unroll
-      for (int n = 0; n < kDimNTiles; ++n) {
-        accumulators[m][n][half] *= rescale;
-        accumulators[m][n][half + 1] *= rescale;
-      }
+      for_each_in_row(accumulators, i, [&](int, int, float& accumulator) { accumulator *= rescale; });
     }
   }
 }
@@ -132,13 +114,7 @@ __device__ inline void rescale_sums(float multiplier, const float (&scores)[kMTi
     moved |= rescale[i] != 1;
   }
   if (!__any_sync(~0u, moved)) return;
-#pragma unroll
-  for (int i = 0; i < 2 * kMTiles; ++i)
-#pragma unroll
-    for (int n = 0; n < kDimNTiles; ++n) {
-      accumulators[i / 2][n][2 * (i % 2)] *= rescale[i];
-      accumulators[i / 2][n][2 * (i % 2) + 1] *= rescale[i];
-    }
+  for_each_element(accumulators, [&](int i, int, int, float& accumulator) { accumulator *= rescale[i]; });
 }
 
 // The second half, for one of `parts` parts of the columns of accumulators first_tile and first_tile + 1: turns scores

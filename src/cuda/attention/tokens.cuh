@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// How the threads of a block share the rows of a tile: a few neighbours (128 bytes at a time) take a row.
+// How the threads of a block divide the rows of a tile: a few neighbours (128 bytes at a time) take a row.
 template <int kColumns, int kThreads>
 struct RowShares {
   static constexpr int kPieces = SharedTile<kColumns>::kPieces;

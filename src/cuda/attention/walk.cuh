@@ -62,8 +62,8 @@ struct PlannedTiles {
   bool is_plain;              // the chunk's keys are neighbours and have no bias: a full tile needs no KeyFacts
   ChunkKeys chunk;
 
-  // What is known of a thread's key in sizes that cp.async cannot copy, bytes of a mask and biases of 16 bits: registers
-  // that loads are under way to.
+  // What is known of a thread's key in sizes that cp.async cannot copy, bytes of a mask and biases of 16 bits:
+  // registers that loads are under way to.
   struct InFlight {
     std::int32_t key = -1;
     float bias = 0;

@@ -52,8 +52,8 @@ struct DecodeParams : ForwardParams {
   // `uniform`, and nothing hides keys but their number and a mask whose bytes for neighbouring keys are neighbours,
   // too, so that a lane reads several keys' bytes at once.
   bool by_bytes = false;
-  std::int32_t row_tiles = 1;         // blocks that share the rows of a key head
-  std::int32_t splits = 1;            // blocks that share the keys
+  std::int32_t row_tiles = 1;         // blocks that divide the rows of a key head
+  std::int32_t splits = 1;            // blocks that divide the keys
   std::int32_t window = kMostWindow;  // keys a warp looks through at once, a multiple of kLaneKeys
   // What each split leaves, if there are several.
   float* partial_sums = nullptr;    // (B, H, Sq, splits, bucket): probabilities times values

@@ -6,6 +6,7 @@
 // together at the end, those of the splits by a second kernel.
 #pragma once
 
+#include "cuda/attention/fragments.cuh"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/attention/tokens.cuh"
@@ -26,7 +27,7 @@ struct DecodeWarp {
   static constexpr int kDimNTiles = kHeadDim / 8;
   static constexpr int kDepths = kHeadDim / 16;
   using List = KeyList<kTileKeys, Config::kWarps>;
-  // A warp's 32 lanes share rows of a tile like this: a few neighbours (128 bytes at a time) take a row.
+  // A warp's 32 lanes divide the rows of a tile like this: a few neighbours (128 bytes at a time) take a row.
   static constexpr int kLanesPerRow = Tile::kPieces % 8 == 0 ? 8 : 4;
   static constexpr int kRowsAtOnce = 32 / kLanesPerRow;
 
@@ -170,10 +171,9 @@ struct DecodeWarp {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const std::uint32_t seen = __shfl_sync(~0u, keys, column_of(n) + pair) >> (16 + lane / 4);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if ((seen >> (8 * i) & 1) == 0) scores[0][n][2 * i + pair] = -INFINITY;
-        }
+        for_each_in_column(scores, n, pair, [&](int i, float& score) {
+          if ((seen >> (8 * i) & 1) == 0) score = -INFINITY;
+        });
       }
   }
 

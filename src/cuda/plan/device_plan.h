@@ -21,7 +21,7 @@ struct ChunkKeys {
   std::int32_t first;
 };
 
-// Plans are shared by heads and batch elements with the same visibility.
+// Heads and batch elements with the same visibility have one plan.
 struct DevicePlan {
   const ChunkKeys* chunks = nullptr;   // (plan batches, plan heads, chunks)
   const std::int32_t* keys = nullptr;  // (plan batches, plan heads, chunks, capacity), -1 up to a multiple of 2 tiles

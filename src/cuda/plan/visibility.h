@@ -10,7 +10,7 @@ namespace flash_dmattn::internal::cuda {
 
 constexpr int kWordRows = 32;     // rows of a visibility word
 constexpr int kUnitRows = 64;     // rows of a unit, the finest that a plan tells apart
-constexpr int kChunkRows = 1024;  // rows that share a list of keys
+constexpr int kChunkRows = 1024;  // rows with one list of keys
 constexpr int kChunkUnits = kChunkRows / kUnitRows;
 constexpr int kChunkWords = kChunkRows / kWordRows;
 // Of 32 bits that say which units see some of a key (or tile) and, above these, which see all of it.
@@ -24,7 +24,7 @@ struct PackedMask {
   // hidden one. Rows past the last count neither way.
   const std::uint32_t* units = nullptr;
   std::int64_t batch_stride = 0, head_stride = 0, chunk_stride = 0;  // in keys; 0 where broadcast
-  std::int64_t key_stride = 0;                                       // 1, or 0 if all keys share a row's bit
+  std::int64_t key_stride = 0;                                       // 1, or 0 if a row's bit is the same for all keys
   std::int64_t head_divisor = 1;
 
   constexpr bool defined() const { return words != nullptr; }

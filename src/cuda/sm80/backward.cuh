@@ -239,19 +239,19 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
   // Adds a step's query gradients in the order of the registers, so that neighbouring threads add to neighbouring
   // addresses.
   __device__ void add_query_gradients(const QueryGradients& dqueries, Step step) const {
-    constexpr int kNTiles = kQueryDims / 8, kTiles = kQueryRows / 16 * kNTiles;
+    constexpr int kDimNTiles = kQueryDims / 8, kTiles = kQueryRows / 16 * kDimNTiles;
     const std::int64_t tile =
         (static_cast<std::int64_t>(block.batch) * params.heads + step.head) * this->row_tiles() + step.row_tile;
     float* target = params.dquery_sums + tile * (kTileRows * kHeadDim) + threadIdx.x * 4;
 #pragma unroll
     for (int index = 0; index < kTiles; ++index) {
-      const float(&four)[4] = dqueries[index / kNTiles][index % kNTiles];
+      const float(&four)[4] = dqueries[index / kDimNTiles][index % kDimNTiles];
       add_to_global(target + index * kThreads * 4, four[0], four[1], four[2], four[3]);
     }
   }
 
   // Of large rows scores become their distances from lse.
-  __device__ void subtract_large_rows(float (&scores)[kMTiles][kNTiles][4], Step step, int slot) const {
+  __device__ void subtract_large_rows(Scores& scores, Step step, int slot) const {
     const Origin origin(recomputed(static_cast<int>(threadIdx.x)));
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
@@ -261,7 +261,8 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
     }
   }
 
-  __device__ void run_step(Step step, int stage, int slot, int buffer) {
+  // `stage` holds the step's queries and output gradients, `slot` its row facts, `word_slot` its words.
+  __device__ void run_step(Step step, int stage, int slot, int word_slot) {
     const bool transforms = kOthersOnly ? params.score.transforms : shared.transforms;  // read before it is needed
     Scores scores;
     clear(scores);
@@ -280,15 +281,16 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
     bool hides = false;
     if constexpr (!Config::kMixesProbabilities) {
       exponentiate(scores, lse_log2, 0, 1);
-      hides = store_probabilities(scores, step, buffer);
+      hides = store_probabilities(scores, step, word_slot);
     }
     gemm_from_shared<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows,
                      kLargeRows ? 1 : Config::kProbabilityAhead>(
         gradients, output_gradients(stage), score_row(), values, score_key(), [&](int number, int steps) {
-          // Not after the first products, which would wait for them.
+          // Not after the first products: the exponentials wait for the scores, and the next products would wait for
+          // them.
           if (Config::kMixesProbabilities && number > 0) exponentiate(scores, lse_log2, number - 1, steps - 1);
         });
-    if constexpr (Config::kMixesProbabilities) hides = store_probabilities(scores, step, buffer);
+    if constexpr (Config::kMixesProbabilities) hides = store_probabilities(scores, step, word_slot);
     make_score_gradients(scores, gradients, slot, hides);
     if (params.score.softcap != 0) {
       store_capped_gradients(gradients);
@@ -385,7 +387,7 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
     }
     commit_copies();
     for (int number = 0; shared.steps[number % kStepSlots].exists(); ++number) {
-      const int buffer = number % 2, stage = Config::kStages == 2 ? buffer : 0;
+      const int word_slot = number % 2, stage = Config::kStages == 2 ? word_slot : 0;
       const auto slot_of = [&](int of) { return static_cast<int>(static_cast<unsigned>(of) % kFactSlots); };
       wait_copies<0>();
       __syncthreads();
@@ -409,9 +411,9 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
       commit_copies();
       if constexpr (kPlanned) {
         if (shared.steps[(number + 1) % kStepSlots].exists())
-          this->make_words(shared.steps[(number + 1) % kStepSlots], buffer ^ 1);
+          this->make_words(shared.steps[(number + 1) % kStepSlots], word_slot ^ 1);
       }
-      run_step(shared.steps[number % kStepSlots], stage, slot_of(number), buffer);
+      run_step(shared.steps[number % kStepSlots], stage, slot_of(number), word_slot);
       if (Config::kStages == 1) {
         __syncthreads();
         if (shared.steps[(number + 1) % kStepSlots].exists())

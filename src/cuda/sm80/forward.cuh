@@ -275,7 +275,7 @@ struct ForwardBlock {
       }
 #pragma unroll
       for (int n = 0; n < kDimNTiles; ++n) {
-        const float* pair = &accumulators[i / 2][n][2 * (i % 2)];
+        const float* pair = pair_at(accumulators, i, n);
         store_shared(queries.piece(origin.row_of(i), n) + 4 * (lane % 4),
                      pack<Element>(pair[0] * inverse, pair[1] * inverse));
       }

@@ -174,18 +174,14 @@ struct QueryBackwardBlock {
     for (int i = 0; i < kThreadRows; ++i) {
       const int row = shared.first_row + origin.row_of(i);
       float sum = 0;
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          const int key = key_at(tile_or_buffer, first_column + origin.column_of(n) + pair);
-          const float gradient = gradients[i / 2][n][2 * (i % 2) + pair];
-          if (dbias.keys == 1) {
-            sum += gradient;
-          } else if (key >= 0 && row < params.rows) {
-            target[row * dbias.row_stride + key * dbias.key_stride] += gradient;
-          }
+      for_each_in_row(gradients, i, [&](int n, int pair, float gradient) {
+        const int key = key_at(tile_or_buffer, first_column + origin.column_of(n) + pair);
+        if (dbias.keys == 1) {
+          sum += gradient;
+        } else if (key >= 0 && row < params.rows) {
+          target[row * dbias.row_stride + key * dbias.key_stride] += gradient;
         }
+      });
       if (dbias.keys != 1) continue;
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
@@ -298,14 +294,10 @@ struct QueryBackwardBlock {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
     const std::uint32_t lane_bytes = 2 * origin.column;
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i)
-#pragma unroll
-      for (int n = 0; n < kDimNTiles; ++n) {
-        const float* pair = &dqueries[i / 2][n][2 * (i % 2)];
-        store_shared(queries.piece(origin.row_of(i), n) + lane_bytes,
-                     pack<Element>(pair[0] * params.score.scale, pair[1] * params.score.scale));
-      }
+    for_each_pair(dqueries, [&](int i, int n, const float* pair) {
+      store_shared(queries.piece(origin.row_of(i), n) + lane_bytes,
+                   pack<Element>(pair[0] * params.score.scale, pair[1] * params.score.scale));
+    });
     __syncwarp();  // a warp's queries, and now results, are its own
     auto* base = static_cast<std::uint16_t*>(params.dquery.data) + batch * params.dquery.batch_stride +
                  head * params.dquery.head_stride;
