@@ -305,16 +305,16 @@ std::tuple<Codes, std::vector<std::int64_t>, Codes, Codes> plan_report(
   check(flash_dmattn::plan_report(inputs, options, &report, workspace.data(), workspace.bytes(), context));
   const flash_dmattn::AttentionCounters& counted = report.counters;
   const std::pair<const char*, std::int64_t> named_counts[] = {
-      {"kept_scores", counted.scores_kept},
-      {"computed_scores", counted.scores_computed},
-      {"tiles_empty", counted.tiles_skipped},
+      {"kept_scores", counted.kept_scores},
+      {"computed_scores", counted.computed_scores},
+      {"tiles_empty", counted.tiles_empty},
       {"tiles_partial", counted.tiles_partial},
       {"tiles_full", counted.tiles_visited - counted.tiles_partial},
-      {"copied_keys", counted.keys_packed},
-      {"plan_bytes", static_cast<std::int64_t>(report.scratch_bytes)},
+      {"copied_keys", counted.copied_keys},
+      {"plan_bytes", static_cast<std::int64_t>(report.plan_bytes)},
       {"plans", counted.plans},
-      {"lists", counted.plans_listed},
-      {"bitmaps", counted.plans_bitmap},
+      {"lists", counted.lists},
+      {"bitmaps", counted.bitmaps},
       {"chunk_rows", report.chunk_rows},
       {"row_tile", report.row_tile},
       {"key_tile", report.key_tile},

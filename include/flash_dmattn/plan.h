@@ -17,10 +17,10 @@ namespace flash_dmattn {
 
 // The plan of a forward call.
 struct PlanReport {
-  AttentionCounters counters;     // what attention_forward would count
-  std::size_t scratch_bytes = 0;  // of plans and indices, of all workers; without packed tiles
-  std::string backend;            // "cpu/avx512"
-  std::string rule;               // how keys are listed and told apart, and why
+  AttentionCounters counters;  // what attention_forward would count
+  std::size_t plan_bytes = 0;  // of plans and indices, of all workers; without packed tiles
+  std::string backend;         // "cpu/avx512"
+  std::string rule;            // how keys are listed and told apart, and why
   // Tiles and chunks; all 0 where no tiles are planned (float64, or nothing to compute).
   int chunk_rows = 0;    // query rows that are planned together
   int row_tile = 0;      // rows of a score tile

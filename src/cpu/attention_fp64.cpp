@@ -136,8 +136,8 @@ void for_each_row(const AttentionProblem& p, int max_workers, Executor& executor
   });
   if (counters == nullptr) return;
   for (const std::int64_t count : kept) {
-    counters->scores_kept += count;
-    counters->scores_computed += count;  // a hidden score is never evaluated here
+    counters->kept_scores += count;
+    counters->computed_scores += count;  // a hidden score is never evaluated here
   }
 }
 

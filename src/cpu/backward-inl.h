@@ -151,7 +151,7 @@ class BackwardUnit {
                                value_columns_);
       }
       if (problem_.dquery.defined()) Products::pack_depth(key_source, padded, key_depth_);
-      if (counters_ != nullptr) counters_->keys_packed += count;
+      if (counters_ != nullptr) counters_->copied_keys += count;
       const auto block_floats = static_cast<std::int64_t>(Products::block_size(head_dim_));
       if (problem_.dkey.defined()) fill_floats(dkey_block_, block_floats, 0.0f);
       if (problem_.dvalue.defined()) fill_floats(dvalue_block_, block_floats, 0.0f);

@@ -154,16 +154,16 @@ struct BackwardSetup {
 template <typename Setup>
 void log_call(const char* direction, const AttentionProblem& problem, const Setup& setup,
               const AttentionCounters& counted) {
-  const bool bits = counted.plans_bitmap > 0;
-  const double kept = static_cast<double>(counted.scores_kept);
+  const bool bits = counted.bitmaps > 0;
+  const double kept = static_cast<double>(counted.kept_scores);
   std::fprintf(stderr,
                "flash_dmattn: cpu/%s %s: chunks of %d rows x %d heads, %lld units, %d workers; plans: %lld list, %lld "
                "range, %s, %.2f computed per kept score (%s)\n",
                setup.chosen.set->name, describe_call(direction, problem).c_str(), setup.schedule.chunk_rows,
                setup.schedule.pass_heads, static_cast<long long>(setup.schedule.units), setup.workers,
-               static_cast<long long>(counted.plans_listed),
-               static_cast<long long>(counted.plans - counted.plans_listed), bits ? "bitmap" : "prefix",
-               kept > 0 ? static_cast<double>(counted.scores_computed) / kept : 0.0, plan_rule(problem.visibility));
+               static_cast<long long>(counted.lists), static_cast<long long>(counted.plans - counted.lists),
+               bits ? "bitmap" : "prefix", kept > 0 ? static_cast<double>(counted.computed_scores) / kept : 0.0,
+               plan_rule(problem.visibility));
 }
 
 }  // namespace

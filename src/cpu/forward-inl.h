@@ -81,7 +81,7 @@ class ForwardUnit {
       Products::pack_columns(key_rows(plan, keys, problem.key.token_stride, head_dim_, first, count), padded, keys_);
       Products::pack_depth(key_rows(plan, values, problem.value.token_stride, head_dim_, first, count), padded,
                            values_);
-      if (counters_ != nullptr) counters_->keys_packed += count;
+      if (counters_ != nullptr) counters_->copied_keys += count;
       for (int h = 0; h < heads; ++h) {
         BiasReader<T> bias;
         if (problem.bias.defined()) {

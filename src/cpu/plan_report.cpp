@@ -42,7 +42,7 @@ class PlanMemory {
 // As the forward counts when it walks over the plan with `heads` query heads.
 void count_walk(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
   count_plan(plan, heads, counters);
-  counters->keys_packed += plan.key_count;
+  counters->copied_keys += plan.key_count;
   for (int row_tile = 0; row_tile < plan.row_tiles(); ++row_tile) {
     const int rows = std::min(plan.row_tile, plan.rows - row_tile * plan.row_tile);
     for (int key_tile = 0; key_tile < plan.key_tiles(); ++key_tile) {
@@ -50,7 +50,7 @@ void count_walk(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
       if (tile == TileClass::kEmpty) continue;
       counters->tiles_visited += heads;
       counters->tiles_partial += tile == TileClass::kPartial ? heads : 0;
-      counters->scores_computed += static_cast<std::int64_t>(heads) * rows * kKeyTile;
+      counters->computed_scores += static_cast<std::int64_t>(heads) * rows * kKeyTile;
     }
   }
 }
@@ -103,7 +103,7 @@ std::size_t count_plans(const AttentionProblem& problem, const ForwardSchedule& 
 
 void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport* report) {
   const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
-  report->scratch_bytes = count_plans(problem, schedule, executor, &report->counters);
+  report->plan_bytes = count_plans(problem, schedule, executor, &report->counters);
   report->backend = std::string("cpu/") + choose_kernels(problem.dtype).set->name;
   report->rule = plan_rule(problem.visibility);
   report->chunk_rows = schedule.chunk_rows;
@@ -116,7 +116,7 @@ void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport
 void plan_report_fp64(const AttentionProblem& problem, Executor& executor, PlanReport* report) {
   AttentionCounters counted;
   count_plans(problem, make_forward_schedule(problem, executor.concurrency()), executor, &counted);
-  report->counters = {.scores_kept = counted.scores_kept, .scores_computed = counted.scores_kept};
+  report->counters = {.kept_scores = counted.kept_scores, .computed_scores = counted.kept_scores};
   report->backend = "cpu/float64";
   report->rule = "float64: every row walks over the keys that it sees";
 }

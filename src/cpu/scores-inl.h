@@ -152,7 +152,7 @@ HWY_INLINE void count_tiles(const TileClass* classes, int key_tiles, int rows, A
     if (classes[tile] == TileClass::kEmpty) continue;
     counters->tiles_visited += 1;
     counters->tiles_partial += classes[tile] == TileClass::kPartial;
-    counters->scores_computed += static_cast<std::int64_t>(rows) * kKeyTile;
+    counters->computed_scores += static_cast<std::int64_t>(rows) * kKeyTile;
   }
 }
 

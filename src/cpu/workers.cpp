@@ -34,13 +34,13 @@ IntervalIndices build_indices(const AttentionProblem& problem, void* memory, Exe
 void add_counters(const AttentionCounters& counted, AttentionCounters* total) {
   total->tiles_visited += counted.tiles_visited;
   total->tiles_partial += counted.tiles_partial;
-  total->tiles_skipped += counted.tiles_skipped;
-  total->scores_kept += counted.scores_kept;
-  total->scores_computed += counted.scores_computed;
-  total->keys_packed += counted.keys_packed;
+  total->tiles_empty += counted.tiles_empty;
+  total->kept_scores += counted.kept_scores;
+  total->computed_scores += counted.computed_scores;
+  total->copied_keys += counted.copied_keys;
   total->plans += counted.plans;
-  total->plans_listed += counted.plans_listed;
-  total->plans_bitmap += counted.plans_bitmap;
+  total->lists += counted.lists;
+  total->bitmaps += counted.bitmaps;
 }
 
 AttentionCounters WorkerCounters::sum(const AttentionProblem& problem, int row_tile) const {
@@ -48,7 +48,7 @@ AttentionCounters WorkerCounters::sum(const AttentionProblem& problem, int row_t
   for (const AttentionCounters& one : counters_) add_counters(one, &sum);
   const std::int64_t dense_tiles =
       problem.batch * problem.heads * ((problem.rows + row_tile - 1) / row_tile) * words_for(problem.keys);
-  sum.tiles_skipped = dense_tiles - sum.tiles_visited;
+  sum.tiles_empty = dense_tiles - sum.tiles_visited;
   return sum;
 }
 

@@ -41,13 +41,13 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
   const bool by_row = prepared.visibility.packed.defined() || prepared.visibility.begin.defined();
   report->counters = {.tiles_visited = counts.tiles_visited,
                       .tiles_partial = counts.tiles_partial,
-                      .tiles_skipped = tiles - counts.tiles_visited,
-                      .scores_kept = counts.kept_scores,
-                      .scores_computed = counts.computed_scores,
-                      .keys_packed = counts.listed_keys / users,
+                      .tiles_empty = tiles - counts.tiles_visited,
+                      .kept_scores = counts.kept_scores,
+                      .computed_scores = counts.computed_scores,
+                      .copied_keys = counts.listed_keys / users,
                       .plans = plans,
-                      .plans_listed = counts.list_chunks / users,
-                      .plans_bitmap = by_row ? plans : 0};
+                      .lists = counts.list_chunks / users,
+                      .bitmaps = by_row ? plans : 0};
   report->backend = std::string("cuda/") + family_of(problem, current_gpu(), Pass::kForward).name;
   report->rule = is_planned(problem) ? "a chunk of rows lists its keys unless nearly all neighbours are seen"
                                      : "the causal rule and lengths alone: tiles by arithmetic, no plan";
@@ -74,7 +74,7 @@ Status plan_report(const AttentionProblem& problem, void* workspace, void* strea
   scratch.arrange(problem, &arena);
   PreparedVisibility& prepared = scratch.prepared;
   prepared.write(problem, &launches, stream);
-  report->scratch_bytes = is_planned(problem) ? scratch.bytes : 0;
+  report->plan_bytes = is_planned(problem) ? scratch.bytes : 0;
   PlanCounts counts = {};
   launches
       .then([&] {

@@ -67,10 +67,10 @@ std::int64_t count_visible(const ChunkPlan& plan) {
 }
 
 void count_plan(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
-  counters->scores_kept += count_visible(plan) * heads;
+  counters->kept_scores += count_visible(plan) * heads;
   counters->plans += 1;
-  counters->plans_listed += plan.keys != nullptr;
-  counters->plans_bitmap += plan.bits != nullptr;
+  counters->lists += plan.keys != nullptr;
+  counters->bitmaps += plan.bits != nullptr;
 }
 
 // Every rule lists exactly the keys that some row of the chunk sees. Neighbouring keys stay a range, any others

@@ -96,7 +96,7 @@ TEST_P(AttentionFloat64, IsTheDefinition) {
       ASSERT_NEAR(call.lse.get(i), naive.lse.get(i), 1e-13) << i;
     }
   }
-  EXPECT_EQ(counters.scores_kept, 2 * naive.kept) << "forward and backward";
+  EXPECT_EQ(counters.kept_scores, 2 * naive.kept) << "forward and backward";
 }
 
 TEST_P(AttentionFloat64, GradientsAreDifferencesOfTheDefinition) {

@@ -161,11 +161,11 @@ TEST_P(Attention, CountsItsWork) {
   call_.run({.counters = &low});
   Call reference = call_.in_float64();
   reference.run({.counters = &high});
-  EXPECT_EQ(low.scores_kept, high.scores_kept);
-  EXPECT_GE(low.scores_computed, low.scores_kept);
+  EXPECT_EQ(low.kept_scores, high.kept_scores);
+  EXPECT_GE(low.computed_scores, low.kept_scores);
   EXPECT_LE(low.tiles_partial, low.tiles_visited);
-  EXPECT_GE(low.tiles_skipped, 0);
-  EXPECT_EQ(low.tiles_visited > 0, low.scores_kept > 0);
+  EXPECT_GE(low.tiles_empty, 0);
+  EXPECT_EQ(low.tiles_visited > 0, low.kept_scores > 0);
 }
 
 TEST_P(Attention, DoesWhatItsPlanReports) {

@@ -147,13 +147,13 @@ inline std::string name_of_variant(const ::testing::TestParamInfo<Variant>& info
 inline void expect_same_counters(const AttentionCounters& got, const AttentionCounters& expected) {
   EXPECT_EQ(got.tiles_visited, expected.tiles_visited);
   EXPECT_EQ(got.tiles_partial, expected.tiles_partial);
-  EXPECT_EQ(got.tiles_skipped, expected.tiles_skipped);
-  EXPECT_EQ(got.scores_kept, expected.scores_kept);
-  EXPECT_EQ(got.scores_computed, expected.scores_computed);
-  EXPECT_EQ(got.keys_packed, expected.keys_packed);
+  EXPECT_EQ(got.tiles_empty, expected.tiles_empty);
+  EXPECT_EQ(got.kept_scores, expected.kept_scores);
+  EXPECT_EQ(got.computed_scores, expected.computed_scores);
+  EXPECT_EQ(got.copied_keys, expected.copied_keys);
   EXPECT_EQ(got.plans, expected.plans);
-  EXPECT_EQ(got.plans_listed, expected.plans_listed);
-  EXPECT_EQ(got.plans_bitmap, expected.plans_bitmap);
+  EXPECT_EQ(got.lists, expected.lists);
+  EXPECT_EQ(got.bitmaps, expected.bitmaps);
   EXPECT_EQ(got, expected);  // whatever is added later
 }
 

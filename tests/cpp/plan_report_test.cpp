@@ -109,7 +109,7 @@ TEST(Plans, OfTooManyHeadsAreRefused) {
   // The most that there may be in a group, in one pass over the plan.
   ASSERT_EQ(plan_report(expanded_inputs(DType::kFloat32, {1, 8, 8, 65536, 1, 8}), {}, &report).message(), "ok");
   EXPECT_EQ(report.shared_heads, 65536);
-  EXPECT_EQ(report.counters.scores_kept, 65536 * 8 * 8);
+  EXPECT_EQ(report.counters.kept_scores, 65536 * 8 * 8);
 }
 
 // Sizes that are allowed make sizes of memory that nothing wraps around.
