@@ -130,6 +130,22 @@ set(cuda_sources
     src/cuda/plan/prepared_visibility.cpp
     src/cuda/reports.cpp
     src/cuda/sm80/family.cpp)
+# The kernels of Hopper alone: its own instructions need an architecture of their own.
+if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)(90|all)")
+  add_compile_definitions(FLASH_DMATTN_SM90)  # src/cuda/kernel_family.cpp
+  foreach(head_dim IN LISTS largest_first)
+    foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
+      string(REGEX MATCH "(.+):(.+)" _ ${element})
+      if(head_dim GREATER_EQUAL 64)
+        set(name cuda_sm90_forward_${CMAKE_MATCH_1}_${head_dim})
+        add_cuda_kernels(${name} src/cuda/sm90/instance.cu
+                         FLASH_DMATTN_ELEMENT=${CMAKE_MATCH_2} FLASH_DMATTN_HEAD_DIM=${head_dim})
+        set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES 90a-real)
+      endif()
+    endforeach()
+  endforeach()
+  list(APPEND cuda_sources src/cuda/sm90/family.cpp src/cuda/sm90/tensor_map.cpp)
+endif()
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 set_source_files_properties(src/cuda/device_kernels.cpp PROPERTIES COMPILE_DEFINITIONS
                             "FLASH_DMATTN_CUDA_ARCHITECTURES=\"${architectures}\"")

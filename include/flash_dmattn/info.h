@@ -24,7 +24,8 @@ const char* version();  // "2.0.0"
 CpuInfo cpu_info();     // honours FLASH_DMATTN_ISA, which caps the instruction set (for tests and comparisons)
 CudaInfo cuda_info();   // touches neither driver nor GPU
 
-// The kernels that run on GPUs of this compute capability: "portable", or "none".
+// The newest family of kernels that runs on GPUs of this compute capability: "sm90", "sm80", which all of them run, or
+// "none".
 std::string cuda_kernels(int major, int minor);
 
 }  // namespace flash_dmattn

@@ -55,7 +55,7 @@ def cuda_info() -> CudaInfo:
 
 
 def cuda_kernels(device: int) -> str:
-    """The kernels that run on torch's CUDA device of this index: "sm80", or "none"."""
+    """The newest family of kernels that runs on torch's CUDA device of this index: "sm90", "sm80" or "none"."""
     return _text(torch.ops.flash_dmattn.cuda_kernels(*torch.cuda.get_device_capability(device)))
 
 

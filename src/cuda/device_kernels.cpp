@@ -47,6 +47,9 @@ CudaInfo cuda_info() {
 std::string cuda_kernels(int major, int minor) {
   const int capability = 10 * major + minor;
   if (capability < kLeastCapability) return "none";
+#ifdef FLASH_DMATTN_SM90
+  if (capability == 90) return internal::cuda::kSm90Family.name;
+#endif
   for (const std::string& architecture : cuda_info().architectures) {
     if (runs(architecture, capability)) return internal::cuda::kSm80Family.name;
   }

@@ -3,7 +3,11 @@
 namespace flash_dmattn::internal::cuda {
 
 std::span<const KernelFamily* const> kernel_families() {
-  static constexpr const KernelFamily* kFamilies[] = {&kDecodeFamily, &kSm80Family};
+  static constexpr const KernelFamily* kFamilies[] = {&kDecodeFamily,
+#ifdef FLASH_DMATTN_SM90
+                                                      &kSm90Family,
+#endif
+                                                      &kSm80Family};
   return kFamilies;
 }
 

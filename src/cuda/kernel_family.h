@@ -31,6 +31,7 @@ struct KernelFamily {
 };
 
 extern const KernelFamily kDecodeFamily, kSm80Family;
+extern const KernelFamily kSm90Family;  // in builds for sm_90 (FLASH_DMATTN_SM90)
 
 // In the order in which they are asked. The last one takes every problem.
 std::span<const KernelFamily* const> kernel_families();

@@ -96,6 +96,33 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
   }
 }
 
+// update_softmax without what was summed before, which asynchronous products may still be adding to: that is to be
+// multiplied by `rescale`.
+template <int kMTiles, int kNTiles>
+__device__ inline void exponentiate_rows(float multiplier, float (&scores)[kMTiles][kNTiles][4],
+                                         float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
+                                         float (&rescale)[2 * kMTiles]) {
+#pragma unroll
+  for (int i = 0; i < 2 * kMTiles; ++i) {
+    const float highest = row_maximum(scores, i, row_max[i]), reference = reference_of(highest, multiplier);
+    rescale[i] = exp2_fast(__fmul_rn(row_max[i], multiplier) - reference);
+    row_max[i] = highest;
+    float sum = 0;
+    for_each_in_row(scores, i, [&](int, int, float& score) {
+      score = exp2_fast(fmaf(score, multiplier, -reference));
+      sum += score;
+    });
+    row_sum[i] = row_sum[i] * rescale[i] + sum;
+  }
+}
+
+// Always: asking first whether a maximum moved costs the asynchronous kernels more than it saves.
+template <int kMTiles, int kDimNTiles>
+__device__ inline void rescale_rows(const float (&rescale)[2 * kMTiles],
+                                    float (&accumulators)[kMTiles][kDimNTiles][4]) {
+  for_each_element(accumulators, [&](int i, int, int, float& accumulator) { accumulator *= rescale[i]; });
+}
+
 // update_softmax in two halves, so that the second can be done part by part between products. The first half finds the
 // new maxima and rescales to them what was summed before.
 template <int kMTiles, int kNTiles, int kDimNTiles>

@@ -102,6 +102,23 @@ __device__ inline void load_rows(int thread, const SharedTile<kColumns> (&tiles)
   }
 }
 
+// Four words of each of four neighbouring lanes, as a matrix with a row a lane, transposed.
+__device__ inline void transpose_quad(std::uint32_t (&words)[4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 4;
+  // Blocks of two by two change places, then the words of each block.
+#pragma unroll
+  for (int distance = 2; distance > 0; distance /= 2) {
+    const bool high = (lane & distance) != 0;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      if ((word & distance) != 0) continue;
+      const std::uint32_t given = high ? words[word] : words[word + distance];
+      const std::uint32_t taken = __shfl_xor_sync(~0u, given, distance);
+      (high ? words[word] : words[word + distance]) = taken;
+    }
+  }
+}
+
 // Stores one row's piece of 8 elements, given as four packed words.
 __device__ inline void store_piece(std::uint16_t* row, int piece, const std::uint32_t (&words)[4], int head_dim,
                                    bool aligned) {

@@ -46,6 +46,19 @@ def test_attention(dtype: torch.dtype, head_dim: int, planned: bool, row_bias: b
     assert_right(case, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("scale", [None, 3e3], ids=["usual scores", "huge scores"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_without_mask_and_bias(dtype: torch.dtype, head_dim: int, is_causal: bool, scale: float | None) -> None:
+    """Several tiles of keys, and more tiles of rows than a GPU has multiprocessors: Hopper's blocks take more than one.
+    Huge scores are computed again, in a safe way."""
+    with on_cpu:
+        lengths = torch.tensor([257, 0, 200, 64, 1, 257], dtype=torch.int32)
+        options = {"seqlens_k": lengths, "is_causal": is_causal, "scale": scale}
+        case = poison_unseen(make_case(6, 6, 3, 520, 257, head_dim, dtype=dtype, **options))
+    assert_right(case)
+
+
 @pytest.mark.parametrize("form", ["key", "row and key", "transposed", "intervals"])
 def test_masks(form: str) -> None:
     """Both ways to read a mask, lists and ranges, over two chunks of rows."""
@@ -78,12 +91,19 @@ def test_selection(keys: int, scores: torch.dtype) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_narrow_tiles() -> None:
-    """The same on what GPUs with less shared memory run."""
-    environment = {**os.environ, "FLASH_DMATTN_ARCH": "sm_86", "FLASH_DMATTN_LOG": "1"}
-    arguments = [__file__, "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "test_attention or test_masks"]
+@pytest.mark.parametrize(
+    ("arch", "kernels"), [("sm_86", "sm80, narrow tiles"), ("sm80", "sm80"), ("sm_90", "sm90")], ids=lambda value: value
+)
+def test_family_of_an_architecture(arch: str, kernels: str) -> None:
+    """The same on what GPUs with less shared memory run, those without kernels of their own, and Hopper."""
+    if arch == "sm_90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    environment = {**os.environ, "FLASH_DMATTN_ARCH": arch, "FLASH_DMATTN_LOG": "1"}
+    chosen = "test_without" if arch == "sm_90" else "test_attention or test_masks or test_without"
+    arguments = [__file__, "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-4000:]
-    assert "cuda/sm80, narrow tiles" in result.stderr
+    assert f"cuda/{kernels} " in result.stderr
+    assert ("cuda/sm90" in result.stderr) == (kernels == "sm90")

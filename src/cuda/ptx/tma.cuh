@@ -1,0 +1,25 @@
+// Copies of boxes of a tensor between global and shared memory (cp.async.bulk.tensor, sm_90). One thread starts one;
+// bytes arrive at a barrier (mbarrier.cuh). PTX ISA, "cp.async.bulk.tensor".
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flash_dmattn::internal::cuda {
+
+__device__ inline void prefetch_tensor_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The box of a (batch, head, token, column) tensor that begins there; what lies outside of the tensor arrives as zeros.
+__device__ inline void load_box(std::uint32_t shared, const CUtensorMap& map, int column, int token, int head,
+                                int batch, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace flash_dmattn::internal::cuda
