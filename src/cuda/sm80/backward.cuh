@@ -1,4 +1,4 @@
-// The portable backward: one block owns a tile of keys and walks over the tiles of query rows that see it, for some
+// The sm80 backward: one block owns a tile of keys and walks over the tiles of query rows that see it, for some
 // query heads of a group. Gradients of its keys and values stay in registers; those of queries are added up in global
 // memory.
 //

@@ -1,4 +1,4 @@
-// Tile sizes of the portable backward kernel.
+// Tile sizes of the sm80 backward kernel.
 #pragma once
 
 #include <cstddef>

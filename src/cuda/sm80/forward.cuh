@@ -1,4 +1,4 @@
-// The portable forward: flash attention with mma.sync over the tiles of keys that a block of rows sees.
+// The sm80 forward: flash attention with mma.sync over the tiles of keys that a block of rows sees.
 //
 // One block owns kTileRows query rows of one head. Keys and values come in tiles by cp.async: while scores are computed
 // from a tile of keys its values arrive, and while the values are used the next keys arrive. Which tiles there are is

@@ -1,4 +1,4 @@
-// Tile sizes of the portable forward kernel.
+// Tile sizes of the sm80 forward kernel.
 #pragma once
 
 #include <cstddef>
