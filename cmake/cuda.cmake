@@ -132,7 +132,8 @@ set(cuda_sources
     src/cuda/sm80/family.cpp)
 # The kernels of Hopper alone: its own instructions need an architecture of their own.
 if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)(90|all)")
-  add_compile_definitions(FLASH_DMATTN_SM90)  # src/cuda/kernel_family.cpp
+  set_property(SOURCE src/cuda/device_kernels.cpp src/cuda/kernel_family.cpp
+               APPEND PROPERTY COMPILE_DEFINITIONS FLASH_DMATTN_SM90)
   foreach(head_dim IN LISTS largest_first)
     foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
       string(REGEX MATCH "(.+):(.+)" _ ${element})
@@ -147,5 +148,5 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)(90|all)")
   list(APPEND cuda_sources src/cuda/sm90/family.cpp src/cuda/sm90/tensor_map.cpp)
 endif()
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
-set_source_files_properties(src/cuda/device_kernels.cpp PROPERTIES COMPILE_DEFINITIONS
-                            "FLASH_DMATTN_CUDA_ARCHITECTURES=\"${architectures}\"")
+set_property(SOURCE src/cuda/device_kernels.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+             "FLASH_DMATTN_CUDA_ARCHITECTURES=\"${architectures}\"")

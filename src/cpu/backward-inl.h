@@ -32,7 +32,7 @@ class BackwardUnit {
         padded_rows_(static_cast<int>(round_up(schedule.chunk_rows, kBackwardRowTile))),
         need_score_gradient_(problem.dquery.defined() || problem.dkey.defined() || problem.dbias.defined()) {
     const std::int64_t rows = static_cast<std::int64_t>(schedule.pass_heads) * padded_rows_;
-    const int block_keys = static_cast<int>(problem.keys < kKeyBlock ? round_up(problem.keys, kKeyTile) : kKeyBlock);
+    const int block_keys = static_cast<int>(problem.keys < kKeyBlock ? round_up(problem.keys, kTileKeys) : kKeyBlock);
     queries_ = arena_.take<Packed>(Products::left_size(rows, head_dim_));
     key_columns_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
     maxima_ = arena_.take<float>(static_cast<std::size_t>(rows));
@@ -143,7 +143,7 @@ class BackwardUnit {
     const T* values = head_tokens<T>(problem_.value, batch, key_head);
     for (int first = 0; first < plan.key_count; first += kKeyBlock) {
       const int count = plan.key_count - first < kKeyBlock ? plan.key_count - first : kKeyBlock;
-      const int padded = static_cast<int>(round_up(count, kKeyTile));
+      const int padded = static_cast<int>(round_up(count, kTileKeys));
       const auto key_source = key_rows(plan, keys, problem_.key.token_stride, head_dim_, first, count);
       Products::pack_columns(key_source, padded, key_columns_);
       if (need_score_gradient_) {
@@ -255,15 +255,16 @@ class BackwardUnit {
   void attend_tile(const ChunkPlan& plan, int h, int row_tile, int first, int padded, const BiasReader<T>& bias) {
     const int row_begin = row_tile * kBackwardRowTile;
     const int rows = plan.rows - row_begin < kBackwardRowTile ? plan.rows - row_begin : kBackwardRowTile;
-    const int key_tiles = padded / kKeyTile;
-    const TileClass* classes = plan.classes + static_cast<std::int64_t>(row_tile) * plan.key_tiles() + first / kKeyTile;
+    const int key_tiles = padded / kTileKeys;
+    const TileClass* classes =
+        plan.classes + static_cast<std::int64_t>(row_tile) * plan.key_tiles() + first / kTileKeys;
     const std::size_t left = Products::left_size(h * padded_rows_, head_dim_);
     const bool any = for_each_run(classes, key_tiles, [&](int begin, int end) {
       Products::template multiply_scores<kBackwardRowTile>(queries_ + left, row_tile, rows, key_columns_, head_dim_,
-                                                           begin * kKeyTile, end * kKeyTile, scores_);
+                                                           begin * kTileKeys, end * kTileKeys, scores_);
       if (!need_score_gradient_) return;
       Products::template multiply_scores<kBackwardRowTile>(douts_ + left, row_tile, rows, value_columns_, head_dim_,
-                                                           begin * kKeyTile, end * kKeyTile, gradients_);
+                                                           begin * kTileKeys, end * kTileKeys, gradients_);
     });
     if (!any) return;
     if (counters_ != nullptr) count_tiles(classes, key_tiles, rows, counters_);
@@ -273,7 +274,7 @@ class BackwardUnit {
     }
     const std::size_t rows_at = Products::rows_size(h * padded_rows_, head_dim_);
     for_each_run(classes, key_tiles, [&](int begin_tile, int end_tile) {
-      const int begin = begin_tile * kKeyTile, end = end_tile * kKeyTile;
+      const int begin = begin_tile * kTileKeys, end = end_tile * kTileKeys;
       if (problem_.dvalue.defined()) {
         Products::template accumulate_columns<kBackwardRowTile>(scores_, row_tile, rows, dout_rows_ + rows_at,
                                                                 padded_rows_, head_dim_, begin, end, dvalue_block_);
@@ -299,11 +300,11 @@ class BackwardUnit {
     const bool bent = dbias_.wanted() || rule_.softcap > 0.0f;
     for (int tile = 0; tile < key_tiles; ++tile) {
       if (classes[tile] == TileClass::kEmpty) continue;
-      const int in_block = tile * kKeyTile, listed = first + in_block;
-      std::uint64_t visible = classes[tile] == TileClass::kFull ? kAllVisible : plan.visible(row, listed / kKeyTile);
+      const int in_block = tile * kTileKeys, listed = first + in_block;
+      std::uint64_t visible = classes[tile] == TileClass::kFull ? kAllVisible : plan.visible(row, listed / kTileKeys);
       if (present_[at] == 0) visible = 0;
-      HWY_ALIGN float slopes[kKeyTile];
-      float buffer[kKeyTile];
+      HWY_ALIGN float slopes[kTileKeys];
+      float buffer[kTileKeys];
       terms.bias = bias.tile(row, listed, buffer);
       if (!rule_.is_linear()) {
         rule_.apply_to_tile(scores + in_block, terms.bias, slopes);
@@ -320,12 +321,12 @@ class BackwardUnit {
           Products::store_probabilities(gradient, gradients, key);
         });
       } else {
-        HWY_ALIGN float tile_gradients[kKeyTile];
+        HWY_ALIGN float tile_gradients[kTileKeys];
         differentiate_tile(terms, visible, scores, gradients, in_block, [&](Vec gradient, int key) {
           hn::Store(gradient, kFloats, tile_gradients + key - in_block);
         });
         if (dbias_.wanted()) dbias_.add_tile(row, listed, in_block, tile_gradients);
-        for (int key = 0; key < kKeyTile; key += kLanes) {
+        for (int key = 0; key < kTileKeys; key += kLanes) {
           Vec gradient = hn::Load(kFloats, tile_gradients + key);
           if (rule_.softcap > 0.0f) gradient = hn::Mul(gradient, hn::Load(kFloats, slopes + key));
           Products::store_probabilities(gradient, gradients, in_block + key);

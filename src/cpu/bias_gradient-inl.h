@@ -66,7 +66,7 @@ class BiasGradientSink {
     if (per_key) {
       for (int key = 0; key < count; ++key) head_columns_[plan_->key(first + key)] += block_[key];
     } else {
-      for (int key = 0; key < count; key += kKeyTile) head_columns_[0] += sum_tile(block_ + key);
+      for (int key = 0; key < count; key += kTileKeys) head_columns_[0] += sum_tile(block_ + key);
     }
   }
 
@@ -75,17 +75,17 @@ class BiasGradientSink {
     hn::Store(hn::Add(hn::Load(kFloats, block_ + in_block), gradient), kFloats, block_ + in_block);
   }
 
-  // `values`: d loss / d score of `row` of the chunk for the kKeyTile listed keys from `first` on, 0 where
+  // `values`: d loss / d score of `row` of the chunk for the kTileKeys listed keys from `first` on, 0 where
   // hidden; `in_block` is the tile's place in the key block.
   HWY_INLINE void add_tile(int row, int first, int in_block, const float* values) {
     if (kind_ == BiasGradient::kColumns) {
-      for (int key = 0; key < kKeyTile; key += kLanes) {
+      for (int key = 0; key < kTileKeys; key += kLanes) {
         add_to_columns(hn::Load(kFloats, values + key), in_block + key);
       }
       return;
     }
     const int left = plan_->key_count - first;
-    const int count = left < kKeyTile ? left : kKeyTile;
+    const int count = left < kTileKeys ? left : kTileKeys;
     if (kind_ == BiasGradient::kStrip) {
       add_to_strip(row, first, count, values);
     } else if (problem_.dbias.dtype == DType::kFloat32) {
@@ -124,8 +124,8 @@ class BiasGradientSink {
   void write(B* dbias, int row, int first, int count, const float* values) {
     B* to = dbias + row_offset_ + row * problem_.dbias.row_stride;
     if (plan_->keys == nullptr) return store_row(values, 1.0f, count, to + plan_->key(first));
-    B converted[kKeyTile];
-    store_row(values, 1.0f, kKeyTile, converted);
+    B converted[kTileKeys];
+    store_row(values, 1.0f, kTileKeys, converted);
     for (int key = 0; key < count; ++key) to[plan_->key(first + key)] = converted[key];
   }
 

@@ -8,7 +8,7 @@ namespace flash_dmattn::internal::cpu {
 // Listed keys that are packed and multiplied at a time: their K and V, and a row tile's scores against
 // them, stay in the L2 cache.
 constexpr int kKeyBlock = 256;
-static_assert(kKeyBlock % kKeyTile == 0);
+static_assert(kKeyBlock % kTileKeys == 0);
 
 // Scores of a row tile are kept row by row, this many floats apart. One cache line more than the block,
 // so that rows do not fall on the same cache sets.

@@ -27,7 +27,7 @@ class ForwardUnit {
         out_stride_(Products::out_stride(head_dim_)),
         padded_rows_(static_cast<int>(round_up(schedule.chunk_rows, kForwardRowTile))) {
     const std::int64_t all_rows = static_cast<std::int64_t>(schedule.pass_heads) * padded_rows_;
-    const int block_keys = static_cast<int>(problem.keys < kKeyBlock ? round_up(problem.keys, kKeyTile) : kKeyBlock);
+    const int block_keys = static_cast<int>(problem.keys < kKeyBlock ? round_up(problem.keys, kTileKeys) : kKeyBlock);
     queries_ = arena_.take<Packed>(Products::left_size(all_rows, head_dim_));
     keys_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
     values_ = arena_.take<Packed>(Products::depth_size(block_keys, head_dim_));
@@ -77,7 +77,7 @@ class ForwardUnit {
     const T* values = head_tokens<T>(problem.value, batch, key_head);
     for (int first = 0; first < plan.key_count; first += kKeyBlock) {
       const int count = plan.key_count - first < kKeyBlock ? plan.key_count - first : kKeyBlock;
-      const int padded = static_cast<int>(round_up(count, kKeyTile));
+      const int padded = static_cast<int>(round_up(count, kTileKeys));
       Products::pack_columns(key_rows(plan, keys, problem.key.token_stride, head_dim_, first, count), padded, keys_);
       Products::pack_depth(key_rows(plan, values, problem.value.token_stride, head_dim_, first, count), padded,
                            values_);
@@ -98,12 +98,13 @@ class ForwardUnit {
   void attend_tile(const ChunkPlan& plan, int h, int row_tile, int first, int padded, const BiasReader<T>& bias) {
     const int row_begin = row_tile * kForwardRowTile;
     const int rows = plan.rows - row_begin < kForwardRowTile ? plan.rows - row_begin : kForwardRowTile;
-    const int key_tiles = padded / kKeyTile;
-    const TileClass* classes = plan.classes + static_cast<std::int64_t>(row_tile) * plan.key_tiles() + first / kKeyTile;
+    const int key_tiles = padded / kTileKeys;
+    const TileClass* classes =
+        plan.classes + static_cast<std::int64_t>(row_tile) * plan.key_tiles() + first / kTileKeys;
     const Packed* queries = queries_ + Products::left_size(h * padded_rows_, head_dim_);
     if (!for_each_run(classes, key_tiles, [&](int begin, int end) {
           Products::template multiply_scores<kForwardRowTile>(queries, row_tile, rows, keys_, head_dim_,
-                                                              begin * kKeyTile, end * kKeyTile, scores_);
+                                                              begin * kTileKeys, end * kTileKeys, scores_);
         })) {
       return;
     }
@@ -123,7 +124,7 @@ class ForwardUnit {
       exponentiate(classes, key_tiles, factor, maxima_[at + row], scores_ + row * kScoreStride, &sums_[at + row]);
     }
     for_each_run(classes, key_tiles, [&](int begin, int end) {
-      Products::accumulate_rows(scores_, rows, values_, padded, head_dim_, begin * kKeyTile, end * kKeyTile, out);
+      Products::accumulate_rows(scores_, rows, values_, padded, head_dim_, begin * kTileKeys, end * kTileKeys, out);
     });
   }
 
@@ -134,16 +135,16 @@ class ForwardUnit {
     Vec highest = hn::Set(kFloats, kMinusInfinity);
     for (int tile = 0; tile < key_tiles; ++tile) {
       if (classes[tile] == TileClass::kEmpty) continue;
-      float* tile_scores = scores + tile * kKeyTile;
-      const int listed = first + tile * kKeyTile;
-      float buffer[kKeyTile];
+      float* tile_scores = scores + tile * kTileKeys;
+      const int listed = first + tile * kTileKeys;
+      float buffer[kTileKeys];
       const float* tile_bias = bias.tile(row, listed, buffer);
       if (!rule_.is_linear()) {
         rule_.apply_to_tile(tile_scores, tile_bias, nullptr);
         tile_bias = nullptr;
       }
       const std::uint64_t visible =
-          classes[tile] == TileClass::kFull ? kAllVisible : plan.visible(row, listed / kKeyTile);
+          classes[tile] == TileClass::kFull ? kAllVisible : plan.visible(row, listed / kTileKeys);
       highest = hn::Max(highest, finish_scores(tile_scores, rule_.scale, tile_bias, visible));
     }
     const float factor = plain ? rule_.scale : 1.0f;
@@ -165,7 +166,7 @@ class ForwardUnit {
       if (classes[tile] == TileClass::kEmpty) continue;
       HWY_UNROLL(4)
       for (int v = 0; v < kTileVectors; ++v) {
-        const int key = tile * kKeyTile + v * kLanes;
+        const int key = tile * kTileKeys + v * kLanes;
         const Vec shifted = hn::MulAdd(hn::Load(kFloats, scores + key), scale, offset);
         const Vec p = exponential<Products::kExpDegree>(shifted);
         total = hn::Add(total, p);

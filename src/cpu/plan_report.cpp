@@ -50,7 +50,7 @@ void count_walk(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
       if (tile == TileClass::kEmpty) continue;
       counters->tiles_visited += heads;
       counters->tiles_partial += tile == TileClass::kPartial ? heads : 0;
-      counters->computed_scores += static_cast<std::int64_t>(heads) * rows * kKeyTile;
+      counters->computed_scores += static_cast<std::int64_t>(heads) * rows * kTileKeys;
     }
   }
 }
@@ -60,7 +60,7 @@ PlannedChunk write_out(const ChunkPlan& plan) {
   chunk.row_begin = plan.row_begin;
   chunk.rows = plan.rows;
   chunk.row_tile = plan.row_tile;
-  chunk.key_tile = kKeyTile;
+  chunk.key_tile = kTileKeys;
   chunk.is_list = plan.keys != nullptr;
   chunk.has_bitmap = plan.bits != nullptr;
   for (int listed = 0; listed < plan.key_count; ++listed) {
@@ -68,7 +68,7 @@ PlannedChunk write_out(const ChunkPlan& plan) {
   }
   for (int row = 0; row < plan.rows; ++row) {
     for (int listed = 0; listed < plan.key_count; ++listed) {
-      chunk.visible.push_back((plan.visible(row, listed / kKeyTile) >> (listed % kKeyTile)) & 1);
+      chunk.visible.push_back((plan.visible(row, listed / kTileKeys) >> (listed % kTileKeys)) & 1);
     }
   }
   static_assert(static_cast<int>(PlannedChunk::Tile::kPartial) == static_cast<int>(TileClass::kPartial) &&
@@ -108,7 +108,7 @@ void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport
   report->rule = plan_rule(problem.visibility);
   report->chunk_rows = schedule.chunk_rows;
   report->row_tile = kForwardRowTile;
-  report->key_tile = kKeyTile;
+  report->key_tile = kTileKeys;
   report->shared_heads = schedule.pass_heads;
 }
 

@@ -140,7 +140,7 @@ struct VectorProducts {
   static constexpr int words(int elements) { return (elements + Math::kPerWord - 1) / Math::kPerWord; }
   static int out_stride(int head_dim) { return static_cast<int>(round_up(head_dim, kLanes)); }
 
-  // Words of packed operands of `rows` rows, a multiple of kKeyTile or of a row tile.
+  // Words of packed operands of `rows` rows, a multiple of kTileKeys or of a row tile.
   static std::size_t left_size(std::int64_t rows, int head_dim) {
     return static_cast<std::size_t>(rows * words(head_dim));
   }
@@ -165,7 +165,7 @@ struct VectorProducts {
     Math::pack_depth(source, padded_rows, to);
   }
 
-  // scores[row][key] = left[row] . columns[key] for keys [begin, end), multiples of kKeyTile.
+  // scores[row][key] = left[row] . columns[key] for keys [begin, end), multiples of kTileKeys.
   template <int kRowTile>
   static void multiply_scores(const Packed* left, int row_tile, int rows, const Packed* columns, int head_dim,
                               int begin, int end, float* scores) {

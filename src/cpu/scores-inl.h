@@ -10,26 +10,26 @@
 namespace flash_dmattn::internal::cpu {
 namespace {
 
-constexpr int kTileVectors = kKeyTile / kLanes;
+constexpr int kTileVectors = kTileKeys / kLanes;
 constexpr std::uint64_t kAllVisible = ~std::uint64_t{0};
 
-// `count` (at most kKeyTile) bias values of one row for the listed keys from `first` on; `row` points at
-// the row's key 0. Returns a pointer to kKeyTile readable floats, which may be `buffer`.
+// `count` (at most kTileKeys) bias values of one row for the listed keys from `first` on; `row` points at
+// the row's key 0. Returns a pointer to kTileKeys readable floats, which may be `buffer`.
 template <typename B>
 HWY_INLINE const float* fetch_bias(const B* row, std::int64_t key_stride, const ChunkPlan& plan, int first, int count,
                                    float* buffer) {
   if (key_stride == 1 && plan.keys == nullptr) {
     const B* from = row + plan.key(first);
     if constexpr (sizeof(B) == sizeof(float)) {
-      if (count == kKeyTile) return from;
+      if (count == kTileKeys) return from;
     }
     convert_row(from, count, buffer);
   } else {
-    B gathered[kKeyTile];
+    B gathered[kTileKeys];
     for (int i = 0; i < count; ++i) gathered[i] = row[plan.key(first + i) * key_stride];
     convert_row(gathered, count, buffer);
   }
-  fill_floats(buffer + count, kKeyTile - count, 0.0f);
+  fill_floats(buffer + count, kTileKeys - count, 0.0f);
   return buffer;
 }
 
@@ -49,20 +49,20 @@ class BiasReader {
   void load_block(int first, int count, float* block) {
     block_ = nullptr;
     if (bias_ == nullptr || bias_->row_stride != 0) return;
-    for (int key = 0; key < count; key += kKeyTile) {
-      const float* values = fetch(0, first + key, count - key < kKeyTile ? count - key : kKeyTile, block + key);
-      if (values != block + key) std::memcpy(block + key, values, kKeyTile * sizeof(float));
+    for (int key = 0; key < count; key += kTileKeys) {
+      const float* values = fetch(0, first + key, count - key < kTileKeys ? count - key : kTileKeys, block + key);
+      if (values != block + key) std::memcpy(block + key, values, kTileKeys * sizeof(float));
     }
     block_ = block;
     block_first_ = first;
   }
 
-  // kKeyTile values of `row` of the chunk for the listed keys from `first` on; null without a bias.
+  // kTileKeys values of `row` of the chunk for the listed keys from `first` on; null without a bias.
   HWY_INLINE const float* tile(int row, int first, float* buffer) const {
     if (bias_ == nullptr) return nullptr;
     if (block_ != nullptr) return block_ + (first - block_first_);
     const int left = plan_->key_count - first;
-    return fetch(row, first, left < kKeyTile ? left : kKeyTile, buffer);
+    return fetch(row, first, left < kTileKeys ? left : kTileKeys, buffer);
   }
 
  private:
@@ -105,7 +105,7 @@ struct ScoreRule {
     const Vec factor = hn::Set(kFloats, scale);
     for (int tile = 0; tile < key_tiles; ++tile) {
       if (classes[tile] == TileClass::kEmpty) continue;
-      for (int key = tile * kKeyTile; key < (tile + 1) * kKeyTile; key += kLanes) {
+      for (int key = tile * kTileKeys; key < (tile + 1) * kTileKeys; key += kLanes) {
         hn::Store(hn::Mul(hn::Load(kFloats, products + key), factor), kFloats, products + key);
       }
     }
@@ -115,7 +115,7 @@ struct ScoreRule {
   // d score / d (scale * product) if there is a softcap.
   HWY_INLINE void apply_to_tile(float* products, const float* bias, float* slopes) const {
     const Vec factor = hn::Set(kFloats, scale);
-    for (int key = 0; key < kKeyTile; key += kLanes) {
+    for (int key = 0; key < kTileKeys; key += kLanes) {
       Vec score = hn::Mul(hn::Load(kFloats, products + key), factor);
       if (softcap > 0.0f) {
         const Vec bent = hyperbolic_tangent(hn::Mul(score, hn::Set(kFloats, 1.0f / softcap)));
@@ -152,7 +152,7 @@ HWY_INLINE void count_tiles(const TileClass* classes, int key_tiles, int rows, A
     if (classes[tile] == TileClass::kEmpty) continue;
     counters->tiles_visited += 1;
     counters->tiles_partial += classes[tile] == TileClass::kPartial;
-    counters->computed_scores += static_cast<std::int64_t>(rows) * kKeyTile;
+    counters->computed_scores += static_cast<std::int64_t>(rows) * kTileKeys;
   }
 }
 

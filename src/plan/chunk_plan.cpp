@@ -285,7 +285,7 @@ void ChunkPlanner::classify() {
       most = *high;
     }
     for (int tile = 0; tile < tiles; ++tile) {
-      const std::int64_t key = static_cast<std::int64_t>(tile) * kKeyTile;
+      const std::int64_t key = static_cast<std::int64_t>(tile) * kTileKeys;
       std::uint64_t any = low_bits(most - key), all = low_bits(least - key);
       if (plan_.bits != nullptr) {
         any = 0;

@@ -13,7 +13,7 @@
 namespace flash_dmattn::internal {
 
 // Keys are classified, skipped and masked in tiles of one bitmap word.
-constexpr int kKeyTile = kWordBits;
+constexpr int kTileKeys = kWordBits;
 
 enum class TileClass : std::uint8_t { kEmpty, kPartial, kFull };
 
@@ -45,7 +45,7 @@ struct ChunkPlan {
   // Which of the tile's keys row r sees.
   std::uint64_t visible(int row, int key_tile) const {
     if (bits != nullptr) return bits[row * bits_pitch + key_tile];
-    return low_bits(prefix[row] - static_cast<std::int64_t>(key_tile) * kKeyTile);
+    return low_bits(prefix[row] - static_cast<std::int64_t>(key_tile) * kTileKeys);
   }
 };
 

@@ -156,7 +156,7 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
       problem.visibility.mask.key_stride = form == MaskForm::kPerRow ? 0 : key_stride;
     }
     constexpr int kChunkRows = 96, kRowTile = 32;
-    std::vector<std::uint64_t> scratch(ChunkPlanner::plan_bytes(problem, kChunkRows, kRowTile) / 8);
+    std::vector<std::uint64_t> scratch(ChunkPlanner::scratch_bytes(problem, kChunkRows, kRowTile) / 8);
     std::vector<std::uint64_t> index_memory(IntervalIndices::bytes(problem) / 8);
     const IntervalIndices indices(problem, index_memory.data());
     for (std::int64_t i = 0; i < indices.size(); ++i) indices.build(i);
@@ -201,14 +201,14 @@ TEST(IntervalPlans, PutWhatARowTileSeesTogether) {
   const IntervalIndices indices(problem, index_memory.data());
   indices.build(0);
   constexpr int kChunkRows = 256, kRowTile = 32;
-  std::vector<std::uint64_t> scratch(ChunkPlanner::plan_bytes(problem, kChunkRows, kRowTile) / 8);
+  std::vector<std::uint64_t> scratch(ChunkPlanner::scratch_bytes(problem, kChunkRows, kRowTile) / 8);
   ChunkPlanner planner(problem, indices, kChunkRows, kRowTile, scratch.data());
   double kept = 0, computed = 0;
   for (int first = 0; first < kRows; first += kChunkRows) {
     const ChunkPlan& plan = planner.plan(0, 0, first, kChunkRows);
     kept += static_cast<double>(count_visible(plan));
     for (int tile = 0; tile < plan.row_tiles() * plan.key_tiles(); ++tile) {
-      computed += plan.classes[tile] == TileClass::kEmpty ? 0 : kRowTile * kKeyTile;
+      computed += plan.classes[tile] == TileClass::kEmpty ? 0 : kRowTile * kTileKeys;
     }
   }
   EXPECT_LT(computed / kept, 1.28);  // in order of the index it is 1.34

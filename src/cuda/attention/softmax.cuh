@@ -175,4 +175,19 @@ __device__ inline void store_row_facts(const ForwardParams& params, std::int64_t
   if (params.row_stats != nullptr) params.row_stats[index] = make_float2(true_max, log_sum);
 }
 
+// Whether one of the thread's rows has to be computed again, in the way of shift_huge_row. A row that was huge for a
+// while and is no more is no harm, unless its probabilities left float's range.
+template <int kMTiles, int kDimNTiles>
+__device__ inline bool has_huge_row(float multiplier, const float (&row_max)[2 * kMTiles],
+                                    const float (&row_sum)[2 * kMTiles],
+                                    const float (&accumulators)[kMTiles][kDimNTiles][4]) {
+  bool huge = false;
+#pragma unroll
+  for (int i = 0; i < 2 * kMTiles; ++i) {
+    huge |= is_huge(reference_of(row_max[i], multiplier)) || !isfinite(row_sum[i]) ||
+            !isfinite(*pair_at(accumulators, i, 0));
+  }
+  return huge;
+}
+
 }  // namespace flash_dmattn::internal::cuda

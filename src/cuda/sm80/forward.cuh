@@ -213,7 +213,7 @@ struct ForwardBlock {
   __device__ void run() {
     run_over_tiles<false>();
     // Without any tile the barrier is needed, too: store() puts results where queries may still be arriving.
-    if (__syncthreads_or(has_huge_row())) {
+    if (__syncthreads_or(has_huge_row(params.score.multiplier, row_max, row_sum, accumulators))) {
       run_over_tiles<true>();
       const Origin origin(fresh_thread_index());
 #pragma unroll
@@ -232,18 +232,6 @@ struct ForwardBlock {
       run_dense<kSafe>();
     }
     wait_copies<0>();
-  }
-
-  // Whether any row's maximum is huge at the end, or has been so huge that probabilities left float's range: otherwise
-  // a maximum that was huge for a while did no harm.
-  __device__ bool has_huge_row() const {
-    bool huge = false;
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      huge |= is_huge(reference_of(row_max[i], params.score.multiplier)) || !isfinite(row_sum[i]) ||
-              !isfinite(accumulators[i / 2][0][2 * (i % 2)]);
-    }
-    return huge;
   }
 
   template <bool kSafe>

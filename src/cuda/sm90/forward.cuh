@@ -324,17 +324,6 @@ struct ForwardBlock {
       for (int i = 0; i < 2; ++i) row_max[i] = true_max[i];
     }
 
-    // A row that was huge for a while and is no more is no harm, unless its probabilities left float's range.
-    __device__ bool has_huge_row() const {
-      bool huge = false;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        huge |= is_huge(reference_of(row_max[i], block.params.score.multiplier)) || !isfinite(row_sum[i]) ||
-                !isfinite(sums[0][0][2 * i]);
-      }
-      return huge;
-    }
-
     __device__ void store() const {
       const ForwardParams& params = block.params;
       const Shared& shared = block.shared;
@@ -377,7 +366,8 @@ struct ForwardBlock {
     wait(shared_address(&shared.queries), 0);
     const int tiles = tile_count();
     consumer.run_over_tiles(tiles);
-    const bool again = any_at_named_barrier(kConsumersBarrier, kConsumers * kWarpGroup, consumer.has_huge_row());
+    const bool huge = has_huge_row(params.score.multiplier, consumer.row_max, consumer.row_sum, consumer.sums);
+    const bool again = any_at_named_barrier(kConsumersBarrier, kConsumers * kWarpGroup, huge);
     if (threadIdx.x == kWarpGroup) {
       shared.again = again;
       arrive(shared_address(&shared.verdict));
