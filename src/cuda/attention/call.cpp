@@ -62,9 +62,11 @@ const char* plan_kind(const PreparedVisibility& prepared) {
   return prepared.planned ? "planned on the device in chunks of 1024 rows" : "dense";
 }
 
-void log_call(const char* family, const char* direction, const AttentionProblem& problem, const char* kind) {
+void log_call(const char* family, const char* variant, const char* direction, const AttentionProblem& problem,
+              const char* kind) {
   if (!logging()) return;
-  std::fprintf(stderr, "flash_dmattn: cuda/%s %s: %s\n", family, describe_call(direction, problem).c_str(), kind);
+  std::fprintf(stderr, "flash_dmattn: cuda/%s%s %s: %s\n", family, variant, describe_call(direction, problem).c_str(),
+               kind);
 }
 
 }  // namespace flash_dmattn::internal::cuda

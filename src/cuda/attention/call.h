@@ -35,9 +35,10 @@ std::int64_t bias_elements(const BroadcastView& bias);
 cudaError_t clear(void* memory, std::size_t bytes, cudaStream_t stream);
 
 const char* plan_kind(const PreparedVisibility& prepared);
-// If FLASH_DMATTN_LOG asks for it. `family`: its name and what else tells its kernels apart. `direction`: "forward" or
-// "backward".
-void log_call(const char* family, const char* direction, const AttentionProblem& problem, const char* kind);
+// If FLASH_DMATTN_LOG asks for it. `variant`: what tells the family's kernels apart, after a comma, or nothing.
+// `direction`: "forward" or "backward".
+void log_call(const char* family, const char* variant, const char* direction, const AttentionProblem& problem,
+              const char* kind);
 
 // Calls `launch` with an element and a bucket of head dims as template arguments.
 template <typename Launch>

@@ -73,17 +73,4 @@ __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Whether this lane is the one that the warp chooses; by all lanes.
-__device__ inline bool elected() {
-  std::uint32_t chosen;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(chosen));
-  return chosen != 0;
-}
-
 }  // namespace flash_dmattn::internal::cuda

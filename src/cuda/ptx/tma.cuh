@@ -8,10 +8,6 @@
 
 namespace flash_dmattn::internal::cuda {
 
-__device__ inline void prefetch_tensor_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // The box of a (batch, head, token, column) tensor that begins there; what lies outside of the tensor arrives as zeros.
 __device__ inline void load_box(std::uint32_t shared, const CUtensorMap& map, int column, int token, int head,
                                 int batch, std::uint32_t barrier) {

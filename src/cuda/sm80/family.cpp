@@ -1,7 +1,6 @@
 // The kernels with mma.sync and cp.async, which every GPU from sm_80 on runs, as a kernel family. It takes every
 // problem.
 #include <algorithm>
-#include <string>
 
 #include "cuda/attention/backward_scratch.h"
 #include "cuda/attention/call.h"
@@ -15,10 +14,7 @@ namespace {
 
 bool takes(const AttentionProblem&, const Gpu&, Pass) { return true; }
 
-// With what tells its kernels apart.
-std::string name_on(const Gpu& gpu) {
-  return std::string(kSm80Family.name) + (is_narrow(gpu.shared_limit) ? ", narrow tiles" : "");
-}
+const char* variant_on(const Gpu& gpu) { return is_narrow(gpu.shared_limit) ? ", narrow tiles" : ""; }
 
 struct ForwardScratch {
   PreparedVisibility prepared;
@@ -46,7 +42,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   prepared.write(problem, &launches, stream);
   ForwardParams params = forward_params(problem, gpu, prepared);
   params.order.blocks = scratch.order;
-  log_call(name_on(gpu).c_str(), "forward", problem, plan_kind(prepared));
+  log_call(kSm80Family.name, variant_on(gpu), "forward", problem, plan_kind(prepared));
   launches.then([&] {
     return by_type(problem, [&]<typename Element, int kHeadDim>() {
       return launch_forward<Element, kHeadDim>(params, prepared.planned, stream);
@@ -171,7 +167,7 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
   scratch.arrange(problem, tiles_of(problem, gpu), &arena);
   scratch.prepared.write(problem, &launches, stream);
   const BackwardParams params = backward_params(problem, gpu, scratch);
-  log_call(name_on(gpu).c_str(), "backward", problem, plan_kind(scratch.prepared));
+  log_call(kSm80Family.name, variant_on(gpu), "backward", problem, plan_kind(scratch.prepared));
   launches.then([&] { return clear(scratch.has_large_row, scratch.cleared_bytes, stream); })
       .then([&] {
         return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, scratch.has_large_row, stream);

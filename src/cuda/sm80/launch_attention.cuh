@@ -1,25 +1,13 @@
 // Definitions of the attention launchers, for instance.cu.
 #pragma once
 
+#include "cuda/attention/launch_blocks.cuh"
 #include "cuda/sm80/backward.cuh"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/query_backward.cuh"
 
 namespace flash_dmattn::internal::cuda {
-
-template <typename... Params>
-cudaError_t launch_blocks(void (*kernel)(Params...), std::int64_t blocks, int threads, std::size_t shared_bytes,
-                          cudaStream_t stream, const Params&... params) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
-  return cudaGetLastError();
-}
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow = false>
 cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {

@@ -47,7 +47,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void*, cudaStream_
   PreparedVisibility prepared;
   prepared.visibility = visibility_of(problem);
   const ForwardParams params = forward_params(problem, gpu, prepared);
-  log_call(kSm90Family.name, "forward", problem, plan_kind(prepared));
+  log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
   return status_of(by_type(problem, [&]<typename Element, int kHeadDim>() {
     if constexpr (kHeadDim >= kLeastBucket) {
       sm90::ForwardMaps maps;

@@ -1,4 +1,5 @@
 // The sm90 forward for one element type and bucket of head dims: cmake/cuda.cmake compiles this file once for each.
+#include "cuda/attention/launch_blocks.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
 
@@ -11,13 +12,8 @@ cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps,
   static_assert(Block::kSharedBytes <= kWideSharedBytes);
   const std::int64_t row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
   const std::int64_t blocks = row_tiles * params.heads * params.batch;
-  auto* kernel = forward_kernel<Element, kHeadDim>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(Block::kSharedBytes));
-  if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, Block::kSharedBytes, stream>>>(params, maps);
-  return cudaGetLastError();
+  return launch_blocks(forward_kernel<Element, kHeadDim>, blocks, Config::kThreads, Block::kSharedBytes, stream, params,
+                       maps);
 }
 
 template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const ForwardParams&,

@@ -13,10 +13,6 @@ namespace flash_dmattn::internal::cuda::sm90 {
 // bytes and their strides are positive.
 bool has_tensor_map(const TokenView& tokens, std::int64_t batch, std::int64_t count, std::int64_t heads);
 
-struct TensorMap {
-  alignas(64) CUtensorMap map;
-};
-
 // Of boxes of `rows` tokens by 64 columns, swizzled as matrix_descriptor (ptx/wgmma.cuh) has them.
 CUresult make_tensor_map(const TokenView& tokens, DType dtype, std::int64_t batch, std::int64_t count,
                          std::int64_t heads, std::int64_t head_dim, int rows, CUtensorMap* map);
