@@ -30,6 +30,17 @@ struct ReportScratch {
   }
 };
 
+// A report is of shapes: tokens count as contiguous.
+AttentionProblem with_contiguous_tokens(AttentionProblem problem) {
+  const auto set = [&](TokenView* tokens, std::int64_t count, std::int64_t heads) {
+    *tokens = {nullptr, count * heads * problem.head_dim, heads * problem.head_dim, problem.head_dim};
+  };
+  set(&problem.query, problem.rows, problem.heads);
+  set(&problem.key, problem.keys, problem.key_heads);
+  set(&problem.value, problem.keys, problem.key_heads);
+  return problem;
+}
+
 // Device counts are summed over query heads and batch elements, the report's plans are those that exist.
 void fill_report(const AttentionProblem& problem, const PreparedVisibility& prepared, const PlanCounts& counts,
                  PlanReport* report) {
@@ -48,7 +59,8 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
                       .plans = plans,
                       .lists = counts.list_chunks / users,
                       .bitmaps = by_row ? plans : 0};
-  report->backend = std::string("cuda/") + family_of(problem, current_gpu(), Pass::kForward).name;
+  report->backend =
+      std::string("cuda/") + family_of(with_contiguous_tokens(problem), current_gpu(), Pass::kForward).name;
   report->rule = is_planned(problem) ? "a chunk of rows lists its keys unless nearly all neighbours are seen"
                                      : "the causal rule and lengths alone: tiles by arithmetic, no plan";
   report->chunk_rows = kChunkRows;

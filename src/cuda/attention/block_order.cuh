@@ -14,10 +14,14 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// Which of `blocks` blocks comes at this place of the order.
+__device__ inline unsigned ordered_block(const BlockOrder& order, unsigned place, unsigned blocks) {
+  const unsigned first = blocks - static_cast<unsigned>(order.count);
+  return place < first ? place : first + static_cast<unsigned>(order.blocks[place - first]);
+}
 // Which block the running one is to be.
 __device__ inline unsigned ordered_block(const BlockOrder& order) {
-  const unsigned first = gridDim.x - static_cast<unsigned>(order.count);
-  return blockIdx.x < first ? blockIdx.x : first + static_cast<unsigned>(order.blocks[blockIdx.x - first]);
+  return ordered_block(order, blockIdx.x, gridDim.x);
 }
 
 // Sorts one value a thread, the highest to the first thread (Batcher's bitonic sort, 1968). `shared`: memory for
@@ -64,6 +68,7 @@ __global__ void __launch_bounds__(kMostOrderedBlocks)
   }
   __syncthreads();
   const unsigned own = descending(ranked[thread], ranked);
+  if (thread == 0 && params.order.taken != nullptr) *params.order.taken = 0;
   if (thread < count) params.order.blocks[thread] = kMostOrderedBlocks - 1 - static_cast<int>(own % kMostOrderedBlocks);
 }
 

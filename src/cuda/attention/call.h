@@ -29,6 +29,16 @@ ForwardParams forward_params(const ForwardProblem& problem, const Gpu& gpu, cons
 // Scratch of BlockOrder. Only a plan tells how long a block takes.
 std::int32_t* take_order(bool planned, Arena* arena);
 
+// Scratch of a forward, planned or not.
+struct ForwardScratch {
+  PreparedVisibility prepared;
+  std::int32_t* order = nullptr;  // as in BlockOrder
+
+  void arrange(const AttentionProblem& problem, Arena* arena);
+};
+// The arrange_forward of families with no other.
+Status arrange_forward_scratch(const AttentionProblem& problem, const Gpu&, std::size_t* bytes);
+
 // Elements of a bias, or of its gradient.
 std::int64_t bias_elements(const BroadcastView& bias);
 

@@ -29,6 +29,7 @@ struct ScoreRule {
   float half_multiplier = 0.5f, inverse_half = 2;
   float natural = 1;  // what turns that which stands for a score into the score: 1, or scale
   float scale = 1;
+  float outer_scale = 1;      // what is left of it after a softcap, if there is one: 1; else scale
   float softcap = 0;          // 0: none
   float inverse_softcap = 0;  // 1 / softcap, 0: none
   float inner_scale = 0;      // 2 * log2(e) * scale / softcap: tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1)
@@ -48,6 +49,8 @@ constexpr int kMostOrderedBlocks = 1024;
 struct BlockOrder {
   std::int32_t* blocks = nullptr;  // scratch of kMostOrderedBlocks; null: they start as they are numbered
   std::int32_t count = 0;
+  // Set to 0 where blocks are put in order: blocks that stay for more than one count here which is next. Null: none do.
+  std::int32_t* taken = nullptr;
 };
 
 struct AttentionParams {

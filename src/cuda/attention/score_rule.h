@@ -11,10 +11,11 @@ namespace flash_dmattn::internal::cuda {
 inline ScoreRule score_rule_of(double scale, double softcap, bool has_bias) {
   constexpr double kLog2OfE = 1.4426950408889634;
   ScoreRule rule;
-  rule.scale = static_cast<float>(scale);
+  rule.scale = rule.outer_scale = static_cast<float>(scale);
   if (softcap > 0) {
     constexpr double kMost = std::numeric_limits<float>::max();  // 0 times infinity would be NaN
     rule.softcap = static_cast<float>(softcap);
+    rule.outer_scale = 1;
     rule.inverse_softcap = static_cast<float>(1 / softcap);
     rule.inner_scale = static_cast<float>(std::clamp(2 * kLog2OfE * scale / softcap, -kMost, kMost));
   }

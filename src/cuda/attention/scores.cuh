@@ -44,20 +44,23 @@ __device__ inline void prefetch_bias(const BroadcastView& bias, std::int64_t off
   prefetch_to_l1(static_cast<const unsigned char*>(bias.data) + offset * (bias.dtype == DType::kFloat32 ? 4 : 2));
 }
 
+template <int kMTiles, int kNTiles>
+__device__ inline void scale_by(float factor, float (&scores)[kMTiles][kNTiles][4]) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[m][n][i] = __fmul_rn(scores[m][n][i], factor);
+}
+
 // Makes scores of products, bias aside. Forward and backward must round in the same way, since large scores differ by
 // no more than their rounding: what the compiler might fuse in one kernel and not in another is spelled out here and
 // below.
 template <int kMTiles, int kNTiles>
 __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMTiles][kNTiles][4]) {
   const bool capped = rule.softcap != 0;
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[m][n][i] = __fmul_rn(scores[m][n][i], capped ? rule.inner_scale : rule.scale);
-      }
+  scale_by(capped ? rule.inner_scale : rule.scale, scores);
   if (!capped) return;
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
@@ -69,14 +72,20 @@ __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMT
     }
 }
 
+// The same, but leaves it to add_key_bias, or scale_by, to multiply by outer_scale.
+template <int kMTiles, int kNTiles>
+__device__ inline void cap_products(const ScoreRule& rule, float (&scores)[kMTiles][kNTiles][4]) {
+  if (rule.softcap != 0) scale_products(rule, scores);
+}
+
 // The derivative of the softcap at a score that it has capped: 1 - tanh(x)^2.
 __device__ inline float softcap_derivative(const ScoreRule& rule, float capped) {
   const float tanh = capped * rule.inverse_softcap;
   return 1 - tanh * tanh;
 }
 
-// Adds a bias that differs by row. row_of(i) is the thread's row i of the problem, key_of(n, pair) the key of a column,
-// or less than 0.
+// Adds a bias that differs by row, after scale_products: to fuse that with the sum takes more registers here. row_of(i)
+// is the thread's row i of the problem, key_of(n, pair) the key of a column, or less than 0.
 template <typename Bias, int kMTiles, int kNTiles, typename RowOf, typename KeyOf>
 __device__ inline void add_row_bias_as(const Bias* bias, const BroadcastView& view, std::int32_t rows,
                                        float (&scores)[kMTiles][kNTiles][4], RowOf row_of, KeyOf key_of) {
@@ -107,18 +116,18 @@ __device__ inline void add_row_bias(const BroadcastView& view, std::int64_t offs
   }
 }
 
-// Adds a bias that is the same for every row.
+// score = factor * score + bias, for a bias that is the same for every row, after cap_products.
 template <int kMTiles, int kNTiles, typename BiasOf>
-__device__ inline void add_key_bias(float (&scores)[kMTiles][kNTiles][4], BiasOf bias_of) {
+__device__ inline void add_key_bias(float factor, float (&scores)[kMTiles][kNTiles][4], BiasOf bias_of) {
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) {
     const float2 bias = bias_of(n);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
-      scores[m][n][0] = __fadd_rn(scores[m][n][0], bias.x);
-      scores[m][n][1] = __fadd_rn(scores[m][n][1], bias.y);
-      scores[m][n][2] = __fadd_rn(scores[m][n][2], bias.x);
-      scores[m][n][3] = __fadd_rn(scores[m][n][3], bias.y);
+      scores[m][n][0] = __fmaf_rn(scores[m][n][0], factor, bias.x);
+      scores[m][n][1] = __fmaf_rn(scores[m][n][1], factor, bias.y);
+      scores[m][n][2] = __fmaf_rn(scores[m][n][2], factor, bias.x);
+      scores[m][n][3] = __fmaf_rn(scores[m][n][3], factor, bias.y);
     }
   }
 }

@@ -156,12 +156,20 @@ struct DecodeWarp {
     }
   }
 
-  __device__ void add_biases(const float (&biases)[kNTiles][4]) {
-    if (!params.bias.defined()) return;
+  __device__ void make_scores(const float (&biases)[kNTiles][4]) {
+    cap_products(params.score, scores);
+    const float factor = params.score.outer_scale;
+    if (!params.bias.defined()) return scale_by(factor, scores);
+    // As scores.cuh has it.
+    const bool rounds_twice = params.bias_by_row;
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[0][n][i] = __fadd_rn(scores[0][n][i], biases[n][i]);
+      for (int i = 0; i < 4; ++i) {
+        float& score = scores[0][n][i];
+        score =
+            rounds_twice ? __fadd_rn(__fmul_rn(score, factor), biases[n][i]) : __fmaf_rn(score, factor, biases[n][i]);
+      }
   }
 
   __device__ void hide_unseen(ListedKey keys) {
@@ -226,8 +234,7 @@ struct DecodeWarp {
       __syncwarp();
       multiply_keys(key_tile(stage));
       if (params.score.transforms) {
-        scale_products(params.score, scores);
-        add_biases(biases);
+        make_scores(biases);
         load_biases(biases, next);
       }
       hide_unseen(now);

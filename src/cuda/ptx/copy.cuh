@@ -9,6 +9,14 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same shared memory at an address that the compiler keeps in a register. Of an array it would make the address
+// anew for every access, from a special register that takes long to read.
+__device__ inline unsigned char* at_kept_address(unsigned char* memory) {
+  std::uint32_t address = shared_address(memory);
+  asm volatile("" : "+r"(address));
+  return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+}
+
 // 16 bytes from global to shared memory in the background, past L1; zeros if not `valid` (nothing is read then).
 __device__ inline void copy_async_16(std::uint32_t shared, const void* global, bool valid) {
   const int bytes = valid ? 16 : 0;

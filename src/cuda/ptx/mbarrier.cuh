@@ -22,6 +22,15 @@ __device__ inline void arrive_expecting(std::uint32_t barrier, std::uint32_t byt
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Keeps the phase open likewise, without arriving.
+__device__ inline void expect_bytes(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Arrives once all copies (cp.async) that this thread has started are there.
+__device__ inline void arrive_when_copied(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ inline void wait(std::uint32_t barrier, std::uint32_t parity) {
   asm volatile(
       "{\n"
@@ -45,22 +54,6 @@ __device__ inline void sync_named_barrier(int id, int threads) {
 }
 __device__ inline void arrive_named_barrier(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Waits, and says whether `value` holds for any of the threads.
-__device__ inline bool any_at_named_barrier(int id, int threads, bool value) {
-  std::uint32_t any;
-  asm volatile(
-      "{\n"
-      ".reg .pred own, all;\n"
-      "setp.ne.b32 own, %3, 0;\n"
-      "barrier.cta.red.or.pred all, %1, %2, own;\n"
-      "selp.u32 %0, 1, 0, all;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(static_cast<int>(value))
-      : "memory");
-  return any != 0;
 }
 
 // Registers a thread from here on; by all warps of a warp group. A multiple of 8.

@@ -80,7 +80,11 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
   // (store_capped_gradients): there are no registers to keep it in.
   __device__ void transform_scores(Scores& scores, Step step) const {
     const Origin origin;
-    scale_products(params.score, scores);
+    if constexpr (kRowBias) {
+      scale_products(params.score, scores);
+    } else {
+      cap_products(params.score, scores);
+    }
     if (params.score.softcap != 0) {
       for_each_pair(scores, [&](int i, int n, const float* pair) {
         store_shared(
@@ -95,7 +99,10 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
           [&](int i) { return step.first_row() + origin.row_of(i); },
           [&](int n, int pair) { return shared.key[origin.column_of(n) + pair]; });
     } else if (bias.defined()) {
-      add_key_bias(scores, [&](int n) { return *reinterpret_cast<const float2*>(&shared.bias[origin.column_of(n)]); });
+      add_key_bias(params.score.outer_scale, scores,
+                   [&](int n) { return *reinterpret_cast<const float2*>(&shared.bias[origin.column_of(n)]); });
+    } else {
+      scale_by(params.score.outer_scale, scores);
     }
   }
 

@@ -16,23 +16,6 @@ bool takes(const AttentionProblem&, const Gpu&, Pass) { return true; }
 
 const char* variant_on(const Gpu& gpu) { return is_narrow(gpu.shared_limit) ? ", narrow tiles" : ""; }
 
-struct ForwardScratch {
-  PreparedVisibility prepared;
-  std::int32_t* order = nullptr;  // as in BlockOrder
-
-  void arrange(const AttentionProblem& problem, Arena* arena) {
-    prepared.arrange(problem, arena);
-    order = take_order(prepared.planned, arena);
-  }
-};
-
-Status arrange_forward(const AttentionProblem& problem, const Gpu&, std::size_t* bytes) {
-  Arena arena(nullptr);
-  ForwardScratch().arrange(problem, &arena);
-  *bytes = arena.used();
-  return {};
-}
-
 Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
   Launches launches;
   Arena arena(workspace);
@@ -181,6 +164,6 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
 
 }  // namespace
 
-const KernelFamily kSm80Family = {"sm80", takes, arrange_forward, forward, arrange_backward, backward};
+const KernelFamily kSm80Family = {"sm80", takes, arrange_forward_scratch, forward, arrange_backward, backward};
 
 }  // namespace flash_dmattn::internal::cuda

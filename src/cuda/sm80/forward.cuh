@@ -130,11 +130,10 @@ struct ForwardBlock {
 
   // Softcap and bias. `tile_or_buffer`: the tile, or in a plan the buffer of its facts.
   __device__ void transform_scores(int tile_or_buffer) {
-    scale_products(params.score, scores);
     const Origin origin;
     const BroadcastView& bias = params.bias;
-    if (!kRowBias && !bias.defined()) return;
     if constexpr (kRowBias) {
+      scale_products(params.score, scores);
       add_row_bias<Element>(
           bias, bias.offset(shared.batch, shared.head), params.rows, scores,
           [&](int i) { return shared.first_row + origin.row_of(i); },
@@ -145,7 +144,9 @@ struct ForwardBlock {
             return key < shared.existing ? key : -1;
           });
     } else {
-      add_key_bias(scores, [&](int n) {
+      cap_products(params.score, scores);
+      if (!bias.defined()) return scale_by(params.score.outer_scale, scores);
+      add_key_bias(params.score.outer_scale, scores, [&](int n) {
         const float* tile_bias = kPlanned ? planned.facts[tile_or_buffer].bias : shared.bias;
         return *reinterpret_cast<const float2*>(tile_bias + origin.column_of(n));
       });

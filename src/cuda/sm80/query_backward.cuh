@@ -114,19 +114,20 @@ struct QueryBackwardBlock {
   }
 
   __device__ void transform_scores(int tile_or_buffer, int first_column) {
-    scale_products(params.score, scores);
     const BroadcastView& bias = params.bias;
-    if (!bias.defined()) return;
     const Origin origin;
     const std::int64_t offset = bias.offset(shared.batch, shared.head);
     const auto key_of = [&](int n, int pair) {
       return key_at(tile_or_buffer, first_column + origin.column_of(n) + pair);
     };
     if constexpr (kRowBias) {
+      scale_products(params.score, scores);
       add_row_bias<Element>(
           bias, offset, params.rows, scores, [&](int i) { return shared.first_row + origin.row_of(i); }, key_of);
     } else {
-      add_key_bias(scores, [&](int n) {
+      cap_products(params.score, scores);
+      if (!bias.defined()) return scale_by(params.score.outer_scale, scores);
+      add_key_bias(params.score.outer_scale, scores, [&](int n) {
         if constexpr (kPlanned) {
           return *reinterpret_cast<const float2*>(
               &planned.facts[tile_or_buffer].bias[first_column + origin.column_of(n)]);

@@ -1,7 +1,6 @@
-// The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family: so far the forward of
-// what only the causal rule and lengths hide.
+// The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family: so far the forward
+// without softcap, and without a bias where there is no plan or where it differs by row.
 #include "cuda/attention/call.h"
-#include "cuda/attention/score_rule.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
 #include "cuda/sm90/forward_config.h"
@@ -19,44 +18,89 @@ bool has_tensor_maps(const AttentionProblem& problem) {
          sm90::has_tensor_map(problem.value, problem.batch, problem.keys, problem.key_heads);
 }
 
+// The same entries for every row.
+bool is_per_key(const BroadcastView& bias) { return bias.rows == 1; }
+
 bool takes(const AttentionProblem& problem, const Gpu& gpu, Pass pass) {
-  return pass == Pass::kForward && gpu.capability == 90 && bucket_of(problem.head_dim) >= kLeastBucket &&
-         problem.keys > 0 && !is_planned(problem) &&
-         !score_rule_of(problem.scale, problem.softcap, problem.bias.defined()).transforms && has_tensor_maps(problem);
+  if (pass != Pass::kForward || gpu.capability != 90 || bucket_of(problem.head_dim) < kLeastBucket ||
+      problem.keys == 0 || problem.softcap > 0 || !has_tensor_maps(problem)) {
+    return false;
+  }
+  // Keys of a plan are copied in pieces of 8 columns.
+  if (is_planned(problem)) {
+    return problem.head_dim % 8 == 0 && is_aligned(problem.key) && is_aligned(problem.value) &&
+           is_per_key(problem.bias);
+  }
+  return !problem.bias.defined();
 }
 
-Status arrange_forward(const AttentionProblem&, const Gpu&, std::size_t* bytes) {
-  *bytes = 0;
+struct Sm90ForwardScratch : ForwardScratch {
+  std::int32_t *next_huge = nullptr, *taken = nullptr;  // as in Sm90ForwardParams, BlockOrder
+
+  void arrange(const AttentionProblem& problem, Arena* arena) {
+    ForwardScratch::arrange(problem, arena);
+    constexpr std::int64_t kLeastRows = 2 * kUnitRows;  // of a work tile, or half of that of two heads
+    const std::int64_t works = (problem.rows + kLeastRows - 1) / kLeastRows * problem.heads * problem.batch;
+    next_huge = arena->take<std::int32_t>(static_cast<std::size_t>(works));
+    taken = arena->take<std::int32_t>(1);
+  }
+};
+
+Status arrange_forward(const AttentionProblem& problem, const Gpu&, std::size_t* bytes) {
+  Arena arena(nullptr);
+  Sm90ForwardScratch().arrange(problem, &arena);
+  *bytes = arena.used();
   return {};
 }
 
-template <int kHeadDim>
+// Whether heads 2 n and 2 n + 1 see the same keys with the same bias.
+bool pairs_heads(const AttentionProblem& problem, const DevicePlan& plan) {
+  const auto pairs = [](std::int64_t heads, std::int64_t head_divisor) { return heads == 1 || head_divisor % 2 == 0; };
+  return problem.group() % 2 == 0 && pairs(plan.plan_heads, plan.head_divisor) &&
+         pairs(problem.bias.heads, problem.bias.head_divisor);
+}
+
+template <int kHeadDim, bool kPlanned>
 CUresult make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
-  using Config = sm90::ForwardConfig<kHeadDim>;
+  constexpr int kTileKeys = kPlanned ? kPlanTileKeys : sm90::ForwardConfig<kHeadDim, kPlanned>::kTileKeys;
   const auto make = [&](const TokenView& tokens, std::int64_t count, std::int64_t heads, int rows, CUtensorMap* map) {
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, count, heads, problem.head_dim, rows, map);
   };
-  CUresult result = make(problem.query, problem.rows, problem.heads, Config::kTileRows, &maps->query);
+  CUresult result = make(problem.query, problem.rows, problem.heads, sm90::kConsumerRows, &maps->query);
   if (result != CUDA_SUCCESS) return result;
-  result = make(problem.key, problem.keys, problem.key_heads, Config::kTileKeys, &maps->key);
+  result = make(problem.key, problem.keys, problem.key_heads, kTileKeys, &maps->key);
   if (result != CUDA_SUCCESS) return result;
-  return make(problem.value, problem.keys, problem.key_heads, Config::kTileKeys, &maps->value);
+  return make(problem.value, problem.keys, problem.key_heads, kTileKeys, &maps->value);
 }
 
-Status forward(const ForwardProblem& problem, const Gpu& gpu, void*, cudaStream_t stream) {
-  PreparedVisibility prepared;
-  prepared.visibility = visibility_of(problem);
-  const ForwardParams params = forward_params(problem, gpu, prepared);
+Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
+  Launches launches;
+  Arena arena(workspace);
+  Sm90ForwardScratch scratch;
+  scratch.arrange(problem, &arena);
+  const PreparedVisibility& prepared = scratch.prepared;
+  scratch.prepared.write(problem, &launches, stream);
+  sm90::Sm90ForwardParams params;
+  static_cast<ForwardParams&>(params) = forward_params(problem, gpu, prepared);
+  params.order.blocks = scratch.order;
+  params.order.taken = scratch.taken;
+  params.next_huge = scratch.next_huge;
+  params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
-  return status_of(by_type(problem, [&]<typename Element, int kHeadDim>() {
-    if constexpr (kHeadDim >= kLeastBucket) {
-      sm90::ForwardMaps maps;
-      if (make_maps<kHeadDim>(problem, &maps) != CUDA_SUCCESS) return cudaErrorInvalidValue;
-      return sm90::launch_forward<Element, kHeadDim>(params, maps, stream);
-    } else {
-      return cudaErrorInvalidValue;  // takes() declines
-    }
-  }));
+  launches.then([&] {
+    return by_type(problem, [&]<typename Element, int kHeadDim>() {
+      if constexpr (kHeadDim >= kLeastBucket) {
+        sm90::ForwardMaps maps;
+        const CUresult made =
+            prepared.planned ? make_maps<kHeadDim, true>(problem, &maps) : make_maps<kHeadDim, false>(problem, &maps);
+        if (made != CUDA_SUCCESS) return cudaErrorInvalidValue;
+        return sm90::launch_forward<Element, kHeadDim>(params, maps, prepared.planned, stream);
+      } else {
+        return cudaErrorInvalidValue;  // takes() declines
+      }
+    });
+  });
+  return launches.status();
 }
 
 }  // namespace

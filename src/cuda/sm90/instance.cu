@@ -1,22 +1,52 @@
 // The sm90 forward for one element type and bucket of head dims: cmake/cuda.cmake compiles this file once for each.
+#include <algorithm>
+#include <climits>
+
 #include "cuda/attention/launch_blocks.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
 
 namespace flash_dmattn::internal::cuda::sm90 {
+namespace {
 
-template <typename Element, int kHeadDim>
-cudaError_t launch_forward(const ForwardParams& params, const ForwardMaps& maps, cudaStream_t stream) {
-  using Config = ForwardConfig<kHeadDim>;
-  using Block = ForwardBlock<Element, kHeadDim>;
-  static_assert(Block::kSharedBytes <= kWideSharedBytes);
-  const std::int64_t row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
-  const std::int64_t blocks = row_tiles * params.heads * params.batch;
-  return launch_blocks(forward_kernel<Element, kHeadDim>, blocks, Config::kThreads, Block::kSharedBytes, stream, params,
-                       maps);
+template <typename Element, int kHeadDim, bool kPlanned, bool kMakesScores>
+cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const ForwardMaps& maps, cudaStream_t stream) {
+  using Config = ForwardConfig<kHeadDim, kPlanned>;
+  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kMakesScores>;
+  const int tile_rows = params.pairs_heads ? Config::kTileRows / 2 : Config::kTileRows;
+  const int heads = params.pairs_heads ? params.heads / 2 : params.heads;
+  const std::int64_t row_tiles = (params.rows + tile_rows - 1) / tile_rows;
+  const std::int64_t blocks = row_tiles * heads * params.batch;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  Sm90ForwardParams ordered = params;
+  ordered.works = static_cast<std::int32_t>(blocks);
+  if constexpr (kPlanned) {
+    const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors, stream);
+    if (error != cudaSuccess) return error;
+  }
+  // Blocks stay for many works where a work is short, or a counter divides them. Under the causal rule alone works
+  // differ too much to be divided beforehand.
+  constexpr std::int32_t kShortWork = 4096;  // keys
+  const bool stays = kPlanned || (!params.visibility.is_causal && params.keys <= kShortWork);
+  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kMakesScores>,
+                       stays ? std::min<std::int64_t>(blocks, params.processors) : blocks, Config::kThreads,
+                       Block::kSharedBytes, stream, ordered, maps);
 }
 
-template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const ForwardParams&,
-                                                                                 const ForwardMaps&, cudaStream_t);
+}  // namespace
+
+template <typename Element, int kHeadDim>
+cudaError_t launch_forward(const Sm90ForwardParams& params, const ForwardMaps& maps, bool planned,
+                           cudaStream_t stream) {
+  const auto launch = [&]<bool kPlanned>() {
+    return params.score.transforms ? launch_forward_kernel<Element, kHeadDim, kPlanned, true>(params, maps, stream)
+                                   : launch_forward_kernel<Element, kHeadDim, kPlanned, false>(params, maps, stream);
+  };
+  return planned ? launch.template operator()<true>() : launch.template operator()<false>();
+}
+
+template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const Sm90ForwardParams&,
+                                                                                 const ForwardMaps&, bool,
+                                                                                 cudaStream_t);
 
 }  // namespace flash_dmattn::internal::cuda::sm90

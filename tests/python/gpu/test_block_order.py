@@ -1,12 +1,13 @@
-"""Calls of so many blocks that they do not all run at once: the last are started longest first."""
+"""Calls of so many blocks that they do not all run at once: the last are started longest first, and on Hopper blocks
+stay for several works."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cases import assert_same_bits, make_case, run_library
+from cases import assert_near, assert_same_bits, make_case, run_library
 from compare import assert_case_close
-from oracle import Case
+from oracle import Case, reference
 from torch import Tensor
 
 pytestmark = pytest.mark.devices("cuda")
@@ -20,11 +21,12 @@ def unequal_tiles(heads: int, rows: int, keys: int) -> Tensor:
     return tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("mask_heads", [1, 32])
 @pytest.mark.parametrize("keys", [256, 6144])
-def test_every_block_runs_once(mask_heads: int, keys: int) -> None:
+def test_every_block_runs_once(mask_heads: int, keys: int, head_dim: int) -> None:
     """32 x 4 heads of 8 tiles of rows, and of keys in ranges, or in lists as few of many keys are seen."""
-    case = make_case(4, 32, 32, 1024, keys, 32, bias=(1, 32, keys))
+    case = make_case(4, 32, 32, 1024, keys, head_dim, bias=(1, 32, keys))
     mask = unequal_tiles(mask_heads, 1024, 256)
     if keys > 256:
         mask = torch.cat([mask, torch.zeros(*mask.shape[:3], keys - 256, dtype=torch.bool)], dim=3)
@@ -47,8 +49,35 @@ def _heads_of(name: str, result: Tensor, heads: slice) -> Tensor:
     return result[:, heads] if name in ("lse", "dbias") else result[:, :, heads]
 
 
-def test_order_does_not_change_the_result() -> None:
-    case = make_case(4, 32, 8, 2048, 2048, 32)
+@pytest.mark.parametrize("key_heads", [2, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("kind", ["full", "causal", "lengths", "tiles", "lists"])
+def test_huge_rows_among_others(kind: str, head_dim: int, key_heads: int) -> None:
+    """Rows with huge scores are computed again, wherever they are among the works of a block: here in every third head
+    those of one tile or, for some, of all."""
+    heads, rows, keys = 32, 900, 700
+    case = make_case(2, heads, key_heads, rows, keys, head_dim)
+    query = case.query.clone()
+    query[0, 130:200, ::3] *= 2.0**16
+    query[1, :, ::6] *= 2.0**16
+    case = Case(**{**vars(case), "query": query})
+    if kind == "tiles":
+        case = Case(**{**vars(case), "mask": unequal_tiles(1, 1024, 704)[:, :, :rows, :keys]})
+    elif kind == "lists":
+        case = Case(**{**vars(case), "mask": torch.rand(1, key_heads, rows, keys) < torch.rand(keys) ** 8})
+    else:
+        lengths = torch.tensor([keys, 300], dtype=torch.int32) if kind == "lengths" else None
+        options = {**case.options, "is_causal": kind == "causal", "seqlens_k": lengths}
+        case = Case(**{**vars(case), "options": options})
+    got = run_library(case, needs=())
+    expected = reference(case)
+    for name in ("out", "lse"):
+        assert_near(got[name], expected[name].value)
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_order_does_not_change_the_result(head_dim: int) -> None:
+    case = make_case(4, 32, 8, 2048, 2048, head_dim)
     whole = Case(**{**vars(case), "mask": unequal_tiles(1, 2048, 2048)})
     got = run_library(whole, deterministic=True)
     for first in range(0, 32, 4):  # of so few that they are not ordered

@@ -1,0 +1,324 @@
+// A consumer of the sm90 forward: a warp group that computes kConsumerRows rows of a work after another. Scores,
+// probabilities and sums stay in registers; the other operand of every product is a stage of shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/fragments.cuh"
+#include "cuda/attention/hide.cuh"
+#include "cuda/attention/params.h"
+#include "cuda/attention/scores.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/plan/visibility.cuh"
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/work_queue.cuh"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+
+template <typename Block>
+struct ForwardConsumer {
+  using Config = typename Block::Config;
+  using Element = typename Block::Element;
+  using Facts = typename Block::Facts;
+  static constexpr bool kPlanned = Block::kPlanned, kMakesScores = Block::kMakesScores;
+  static constexpr int kTileKeys = Config::kTileKeys, kConsumers = Config::kConsumers;
+  static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kKeyNTiles = kTileKeys / 8, kDimNTiles = kHeadDim / 8;
+  static constexpr std::uint32_t kQueryPanel = Block::kQueryPanel, kTilePanel = Block::kTilePanel;
+
+  Block& block;
+  int group;  // number of the consumer
+  WorkTaker taker;
+  Position<kKeyStages> key_at;
+  Position<kValueStages> value_at;
+  float scores[1][kKeyNTiles][4];
+  float sums[1][kDimNTiles][4];
+  float row_max[2], row_sum[2];
+  // The walk over tiles. Dense: the tile, from the last to the first. In a plan: the slot of the stage's facts, and
+  // its marks.
+  int tile, slot;
+  std::uint32_t marks;
+
+  __device__ explicit ForwardConsumer(Block& block)
+      : block(block),
+        taker(block.shared.ring),
+        group(static_cast<int>(__reduce_max_sync(~0u, threadIdx.x / kWarpGroup)) - Config::kProducers),
+        slot(0) {}
+
+  __device__ Work& work() const { return block.shared.ring.works[taker.slot()]; }
+
+  // Of the problem, and of a tile of keys (fragments.cuh).
+  __device__ int warp_row() const { return static_cast<int>(threadIdx.x) / 32 % 4 * 16; }
+  __device__ int row_of(int i) const {
+    return block.first_row_of(work(), group) + warp_row() + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
+  }
+  __device__ int column_of(int n) const { return 8 * n + 2 * (static_cast<int>(threadIdx.x) % 4); }
+
+  template <int kStages>
+  __device__ void release(Pipeline<kStages>& pipeline, Position<kStages>& at) {
+    if (threadIdx.x % kWarpGroup == 0) arrive(shared_address(&pipeline.empty[at.stage]));
+    at.advance();
+  }
+
+  template <int kStages>
+  __device__ void wait_full(Pipeline<kStages>& pipeline, const Position<kStages>& at) const {
+    wait(shared_address(&pipeline.full[at.stage]), at.parity);
+    if constexpr (kPlanned) fence_async_proxy();  // gathered keys were not copied by the products' proxy
+  }
+
+  // scores = queries keys^T, under way
+  __device__ void multiply_keys() {
+    wait_full(block.shared.keys, key_at);
+    const std::uint64_t a = matrix_descriptor(block.queries + group * 64 * 128, 16, 1024);
+    const std::uint64_t b =
+        matrix_descriptor(block.keys + key_at.stage * static_cast<std::uint32_t>(Config::kTileBytes), 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int depth = 0; depth < kHeadDim / 16; ++depth) {
+      wgmma<Element, BRows::kColumns>(scores[0], advanced(a, depth / 4 * kQueryPanel + depth % 4 * 32),
+                                      advanced(b, depth / 4 * kTilePanel + depth % 4 * 32), depth != 0);
+    }
+    wgmma_commit();
+  }
+
+  // sums += probabilities values, under way
+  __device__ void add_values(const std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
+    wait_full(block.shared.values, value_at);
+    const std::uint64_t b = matrix_descriptor(
+        block.values + value_at.stage * static_cast<std::uint32_t>(Config::kTileBytes), kTilePanel, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int depth = 0; depth < kTileKeys / 16; ++depth) {
+      wgmma<Element, BRows::kDepth>(sums[0], probabilities[depth], advanced(b, depth * 16 * 128), true);
+    }
+    wgmma_commit();
+  }
+
+  __device__ void pack_probabilities(std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) const {
+#pragma unroll
+    for (int depth = 0; depth < kKeyNTiles / 2; ++depth)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = pair_at(scores, i % 2, 2 * depth + i / 2);
+        probabilities[depth][i] = pack<Element>(pair[0], pair[1]);
+      }
+  }
+
+  // Values of keys past the length may be anything, and 0 times NaN is NaN: in the one tile that has some they are
+  // overwritten. By all consumers, at the first tile.
+  __device__ void clear_missing_values() {
+    const int existing = work().existing, first_key = tile * kTileKeys;
+    if (kPlanned || existing == block.params.keys || existing >= first_key + kTileKeys) return;
+    wait(shared_address(&block.shared.values.full[value_at.stage]), value_at.parity);
+    const std::uint32_t tile_values = block.values + value_at.stage * static_cast<std::uint32_t>(Config::kTileBytes);
+    constexpr int kPieces = Config::kPanels * 8;
+    for (int index = static_cast<int>(threadIdx.x) - kWarpGroup; index < (first_key + kTileKeys - existing) * kPieces;
+         index += kConsumers * kWarpGroup) {
+      const int row = existing - first_key + index / kPieces, piece = index % kPieces;
+      const std::uint32_t address = tile_values + piece / 8 * kTilePanel + row * 128 + piece % 8 * 16;
+#pragma unroll
+      for (int word = 0; word < 4; ++word) store_shared(address + 4 * word, 0);
+    }
+    fence_async_proxy();
+    sync_named_barrier(kClearBarrier, kConsumers * kWarpGroup);
+  }
+
+  __device__ const Facts& facts() const { return block.planned.facts[slot]; }
+
+  // The stage's marks. By a reduction, so that the compiler knows them to be the same in all lanes (see key_at).
+  __device__ void look() {
+    if constexpr (kPlanned) marks = __reduce_or_sync(~0u, facts().marks);
+  }
+
+  // Whether there is a first tile, and then a next one.
+  __device__ bool first_tile(int tiles) {
+    tile = tiles - 1;
+    return kPlanned || tile >= 0;
+  }
+  __device__ bool next_tile() {
+    if constexpr (kPlanned) {
+      slot = slot + 1 == Config::kFactsSlots ? 0 : slot + 1;
+      return (marks & Facts::kLast) == 0;
+    } else {
+      return --tile >= 0;
+    }
+  }
+
+  // Hides what the rows do not see.
+  __device__ void hide() {
+    if constexpr (kPlanned) {
+      hide_listed<0>();
+      if constexpr (kTileKeys == 2 * kPlanTileKeys) hide_listed<1>();
+    } else {
+      hide_dense();
+    }
+  }
+
+  // Of the stage's tile kTile of the plan.
+  template <int kTile>
+  __device__ void hide_listed() {
+    const int unit = block.params.pairs_heads ? 0 : group, row = 64 * unit + warp_row();
+    if ((marks & Facts::full_mark(kTile, unit)) != 0) return;
+    hide_part_by_words<kTile * kPlanTileKeys / 8, kPlanTileKeys / 8>(
+        scores, facts().words[row / kWordRows], row % kWordRows, [&](int n) { return column_of(n); }, -INFINITY);
+  }
+
+  // By causal rule and length.
+  __device__ void hide_dense() {
+    const ForwardParams& params = block.params;
+    const int existing = work().existing;
+    if ((tile + 1) * kTileKeys <= causal_limit(params.visibility, existing, work().first_row)) return;
+    hide_past_limits(
+        scores, [&](int i) { return causal_limit(params.visibility, existing, row_of(i)) - tile * kTileKeys; },
+        [&](int n) { return column_of(n); }, -INFINITY);
+  }
+
+  // Makes scores of products: scale, and in a plan a bias that is the same for every row.
+  __device__ void make_scores() {
+    if constexpr (kMakesScores) {
+      const float scale = block.params.score.outer_scale;
+      if (kPlanned && block.params.bias.defined()) {
+        add_key_bias(scale, scores,
+                     [&](int n) { return *reinterpret_cast<const float2*>(facts().bias + column_of(n)); });
+      } else {
+        scale_by(scale, scores);
+      }
+    }
+  }
+
+  // At the tensor cores, so that one consumer multiplies while another exponentiates.
+  __device__ void take_turn() {
+    if (Config::kTakesTurns) sync_named_barrier(kTurnBarrier + group, 2 * kWarpGroup);
+  }
+  __device__ void pass_turn() {
+    if (Config::kTakesTurns) arrive_named_barrier(kTurnBarrier + (group + 1) % kConsumers, 2 * kWarpGroup);
+  }
+
+  // The compiler must know stages to be the same in all lanes, or it copies them into the warp's registers for every
+  // product (10 % of the forward): here by a reduction, and then by a loop that all lanes leave together.
+  __device__ void begin() {
+    key_at.stage = __reduce_max_sync(~0u, key_at.stage);
+    value_at.stage = __reduce_max_sync(~0u, value_at.stage);
+    wait(shared_address(&block.shared.queries.full[0]), Block::query_parity(taker.slot()));
+    clear(sums);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) row_max[i] = -INFINITY, row_sum[i] = 0;
+  }
+
+  __device__ void wait_for_scores() {
+    settle(scores[0]);
+    release(block.shared.keys, key_at);
+  }
+
+  __device__ void wait_for_sums() {
+    wgmma_wait<0>();
+    settle(sums[0]);
+    release(block.shared.values, value_at);
+  }
+
+  __device__ void release_queries() {
+    if (threadIdx.x % kWarpGroup == 0) arrive(shared_address(&block.shared.queries.empty[0]));
+  }
+
+  __device__ void run_over_tiles(int tiles) {
+    const float multiplier = block.params.score.multiplier;
+    if (!first_tile(tiles)) return release_queries();
+    std::uint32_t probabilities[kKeyNTiles / 2][4];
+    float rescale[2];
+    multiply_keys();
+    wgmma_wait<0>();
+    wait_for_scores();
+    look();
+    make_scores();
+    hide();
+    clear_missing_values();
+    exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
+    pack_probabilities(probabilities);
+#pragma unroll 1
+    while (next_tile()) {
+      take_turn();
+      multiply_keys();
+      add_values(probabilities);
+      pass_turn();
+      wgmma_wait<1>();
+      wait_for_scores();
+      look();
+      make_scores();
+      hide();
+      exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
+      wait_for_sums();
+      rescale_rows(rescale, sums);
+      pack_probabilities(probabilities);
+    }
+    release_queries();
+    add_values(probabilities);
+    wait_for_sums();
+  }
+
+  // The same for rows that may be huge (softmax.cuh), without haste.
+  __device__ void run_safely_over_tiles(int tiles) {
+    const ScoreRule& rule = block.params.score;
+    std::uint32_t probabilities[kKeyNTiles / 2][4];
+    float true_max[2] = {-INFINITY, -INFINITY};
+#pragma unroll 1
+    for (bool more = first_tile(tiles); more; more = next_tile()) {
+      multiply_keys();
+      wgmma_wait<0>();
+      wait_for_scores();
+      look();
+      make_scores();
+      hide();
+      if (tile == tiles - 1) clear_missing_values();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) shift_huge_row(rule, i, true_max[i], scores, row_max, row_sum, sums);
+      update_softmax(rule.multiplier, scores, row_max, row_sum, sums,
+                     [&](int i) { return row_maximum(scores, i, row_max[i]); });
+      pack_probabilities(probabilities);
+      add_values(probabilities);
+      wait_for_sums();
+    }
+    release_queries();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) row_max[i] = true_max[i];
+  }
+
+  __device__ void store() const {
+    const ForwardParams& params = block.params;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = row_sum[i];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const bool empty = row_max[i] == -INFINITY && sum == 0;
+      const float inverse = empty ? 0.0f : 1.0f / sum;
+      const int row = row_of(i), head = block.head_of(work(), group);
+      const bool exists = row < params.rows;
+      if (lane % 4 == 0 && exists) {
+        const std::int64_t index = (static_cast<std::int64_t>(work().batch) * params.heads + head) * params.rows + row;
+        store_row_facts(params, index, row_max[i], sum * unrounded(params.score, row_max[i]));
+      }
+      auto* target = static_cast<std::uint16_t*>(params.out.data) + work().batch * params.out.batch_stride +
+                     head * params.out.head_stride + row * params.out.token_stride;
+#pragma unroll
+      for (int first = 0; first < kDimNTiles; first += 4) {
+        std::uint32_t words[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float* pair = pair_at(sums, i, first + n);
+          words[n] = pack<Element>(pair[0] * inverse, pair[1] * inverse);
+        }
+        transpose_quad(words);
+        if (exists) store_piece(target, first + lane % 4, words, params.head_dim, params.aligned);
+      }
+    }
+  }
+};
+
+}  // namespace flash_dmattn::internal::cuda::sm90

@@ -1,0 +1,468 @@
+// The producers of a planned forward: they bring the tiles of keys that a block's rows see, and what consumers must
+// know of their keys.
+//
+// Keys of a list are gathered by cp.async, a row of keys by eight lanes, straight to where the products read them;
+// tiles of a range that all rows see are copied as boxes (TMA). Every warp brings a share of a stage's keys, its own,
+// so that warps need not wait for each other. Keys and values have warps of their own: the same ones would take longer
+// for both than the products. Those of the keys also finds the tiles, and makes what is known of keys (StageFacts).
+// What it reads about a key it reads ahead: its index two stages, its interval, packed words and bias one.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/params.h"
+#include "cuda/attention/scores.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/plan/visibility.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/work_queue.cuh"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+
+constexpr int kWarpKeys = 32;  // of a stage, that a warp brings: each of its lanes knows one
+
+// What consumers know of a stage's keys. The stage holds kTileKeys / kPlanTileKeys tiles of the plan.
+template <int kTileKeys>
+struct alignas(16) StageFacts {
+  static constexpr int kMostWords = 4;
+  static constexpr std::uint32_t kLast = 1u << 31;  // no stage comes after this one
+  // Unit `unit` of the block sees every key of the stage's tile `tile`: its words are not written.
+  __device__ static std::uint32_t full_mark(int tile, int unit) { return 1u << (2 * tile + unit); }
+
+  std::uint32_t words[kMostWords][kTileKeys];  // of the block's rows, 32 at a time
+  float bias[kTileKeys];                       // only if it is the same for every row
+  std::uint32_t marks;
+  std::int32_t box[kTileKeys / kWarpKeys];  // of a warp's tile: its first key if it is copied as a box, or -1
+  alignas(16) std::int32_t key[kTileKeys];  // -1: no row of the block sees it; the stage holds zeros there
+};
+
+// Where a block's batch element and head begin, worked out once: 64-bit divisions are slow. Null: there is none.
+struct PlannedSources {
+  const std::uint16_t *tile_units, *tile_full;  // of the chunk
+  const std::int32_t* listed;                   // the chunk's keys; null: they are a range
+  const std::int32_t *begins, *ends;
+  const std::uint8_t* key_mask;
+  const std::uint32_t* packed_words;
+  const void* key_bias;
+  const std::uint16_t *keys, *values;
+  std::int32_t key_stride, value_stride;  // bytes from one to the next
+  std::int32_t count, first;              // as in ChunkKeys
+  int tiles;
+};
+
+// As in BroadcastView and DevicePlan, with a division that is fast on a GPU; some kernels of sm80 have no registers for
+// it.
+__device__ inline std::uint32_t entry_of(int head, std::int64_t head_divisor) {
+  return static_cast<std::uint32_t>(head) / static_cast<std::uint32_t>(head_divisor);
+}
+template <typename View>
+__device__ inline std::int64_t offset_of(const View& view, int batch, int head) {
+  return batch * view.batch_stride + entry_of(head, view.head_divisor) * view.head_stride;
+}
+__device__ inline std::int64_t chunk_of(const DevicePlan& plan, int batch, int head, int row) {
+  const std::int64_t entry =
+      std::int64_t{plan.per_batch ? batch : 0} * plan.plan_heads + entry_of(head, plan.head_divisor);
+  return entry * plan.chunk_count + row / kChunkRows;
+}
+
+template <typename Element>
+__device__ inline void find_sources(const AttentionParams& params, int batch, int head, int first_row,
+                                    PlannedSources* sources) {
+  const Visibility& visibility = params.visibility;
+  const auto at = [&](const BroadcastView& view, auto element) {
+    return view.defined() ? static_cast<const decltype(element)*>(view.data) + offset_of(view, batch, head) : nullptr;
+  };
+  const std::int64_t plan_chunk = chunk_of(params.plan, batch, head, first_row);
+  const ChunkKeys chunk = params.plan.chunks[plan_chunk];
+  sources->tile_units = params.plan.tile_units + plan_chunk * params.plan.tiles;
+  sources->tile_full = params.plan.tile_full + plan_chunk * params.plan.tiles;
+  sources->listed = chunk.first < 0 ? params.plan.keys + plan_chunk * params.plan.capacity : nullptr;
+  sources->count = chunk.count;
+  sources->first = chunk.first;
+  sources->tiles = (chunk.count + kPlanTileKeys - 1) / kPlanTileKeys;
+  sources->begins = at(visibility.begin, std::int32_t());
+  sources->ends = at(visibility.end, std::int32_t());
+  sources->key_mask = at(visibility.key_mask, std::uint8_t());
+  sources->packed_words = nullptr;
+  if (visibility.packed.defined()) {
+    const PackedMask& packed = visibility.packed;
+    const std::int64_t first_key = offset_of(packed, batch, head) + first_row / kChunkRows * packed.chunk_stride;
+    sources->packed_words = packed.words + first_key * kChunkWords + first_row % kChunkRows / kWordRows;
+  }
+  sources->key_bias = params.bias.dtype == DType::kFloat32 ? static_cast<const void*>(at(params.bias, float()))
+                                                           : at(params.bias, Element());
+  sources->keys = rows_of(params.key, batch, head / params.group, 0).base;
+  sources->values = rows_of(params.value, batch, head / params.group, 0).base;
+  sources->key_stride = static_cast<std::int32_t>(params.key.token_stride) * 2;
+  sources->value_stride = static_cast<std::int32_t>(params.value.token_stride) * 2;
+}
+
+// The tiles of a chunk that a block's rows see, one after another. Each warp has one of its own.
+template <int kStageTiles>
+class TileQueue {
+ public:
+  static constexpr int kRing = 64;
+  // A tile: its position in the chunk and whether the block's first and second unit see all of its keys.
+  static constexpr int kNoTile = -1;
+  __device__ static int position(int tile) { return tile >> 2; }
+  __device__ static std::uint32_t full_units(int tile) { return tile < 0 ? 0 : static_cast<std::uint32_t>(tile) & 3; }
+  __device__ static bool is_full(int tile) { return full_units(tile) == 3; }
+
+  // `unit`: the block's first unit in the chunk. `units`: how many it has, 1 or 2. `ring`: kRing tiles, for this warp.
+  __device__ TileQueue(const PlannedSources& sources, int unit, int units, int* ring, int lane)
+      : sources_(sources), ring_(ring), lane_(lane), unit_(unit), last_(units - 1) {
+    request();
+  }
+
+  // The tiles of the next stage, kNoTile where there are none left.
+  __device__ void next(int (&tiles)[kStageTiles]) {
+    while (end_ - begin_ <= kStageTiles && first_ < sources_.tiles) look();
+#pragma unroll
+    for (int tile = 0; tile < kStageTiles; ++tile) {
+      tiles[tile] = begin_ + tile < end_ ? ring_[(begin_ + tile) % kRing] : kNoTile;
+    }
+    begin_ += kStageTiles;
+  }
+  __device__ bool empty() const { return begin_ >= end_; }
+
+ private:
+  // Reads about 32 tiles, one a lane: units that see some of its keys, and above these those that see all.
+  __device__ void request() {
+    const int tile = first_ + lane_;
+    units_ = 0;
+    if (tile < sources_.tiles) {
+      units_ = sources_.tile_units[tile] | static_cast<std::uint32_t>(sources_.tile_full[tile]) << kChunkUnits;
+    }
+  }
+  // Puts those into the queue that the block sees.
+  __device__ void look() {
+    const std::uint32_t units = units_ >> unit_, full = units >> kChunkUnits;
+    const bool seen = ((units | units >> last_) & 1) != 0;
+    const std::uint32_t all = __ballot_sync(~0u, seen);
+    const int before = __popc(all & ((1u << lane_) - 1));
+    const auto full_units = static_cast<int>((full & 1) | (full >> last_ & 1) << 1);
+    if (seen) ring_[(end_ + before) % kRing] = (first_ + lane_) << 2 | full_units;
+    end_ += __popc(all);
+    first_ += 32;
+    request();
+    __syncwarp();
+  }
+
+  const PlannedSources& sources_;
+  int* const ring_;
+  const int lane_, unit_, last_;
+  int first_ = 0;  // of the 32 tiles that are read about
+  std::uint32_t units_;
+  int begin_ = 0, end_ = 0;  // of the queue; modulo kRing in the ring
+};
+
+// What both producers do: each thread copies pieces of rows to a stage. Config: ForwardConfig.
+template <typename Config, int kStages>
+class StageCopier {
+ public:
+  static constexpr int kTileKeys = Config::kTileKeys;
+  using Facts = StageFacts<kTileKeys>;
+
+  // Of keys or values. `stages`: in shared memory.
+  __device__ StageCopier(int warp, int lane, const CUtensorMap& map, int head_dim, Pipeline<kStages>& pipeline,
+                         std::uint32_t stages)
+      : pipeline_(pipeline), map_(map), head_dim_(head_dim), warp_(warp), lane_(lane), stages_(stages) {}
+
+  // From here on of another work. `base`: of its key head; `stride`: bytes from one row to the next.
+  __device__ void start(const std::uint16_t* base, std::int32_t stride) {
+    base_ = base + lane_ % 8 * 8;
+    stride_ = stride;
+  }
+
+  // The warp's share of the next stage, once that is empty.
+  __device__ void bring(const Work& work, const Facts& facts) {
+    const std::uint32_t full = full_barrier();
+    const std::int32_t box = facts.box[warp_];
+    wait(shared_address(&pipeline_.empty[at_.stage]), at_.parity ^ 1);
+    const std::uint32_t target =
+        stages_ + at_.stage * static_cast<std::uint32_t>(Config::kTileBytes) + warp_ * kWarpKeys * 128;
+    if (box < 0) {
+      gather(facts.key + warp_ * kWarpKeys, target);
+    } else if (warp_ * kWarpKeys % kPlanTileKeys == 0 && lane_ == 0) {  // the tile's first warp, for the whole tile
+      expect_bytes(full, Config::kPanels * kPlanTileKeys * 128);
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanels; ++panel) {
+        load_box(target + panel * kPanelBytes, map_, panel * 64, box, work.key_head, work.batch, full);
+      }
+    }
+    arrive_when_copied(full);
+  }
+  __device__ std::uint32_t full_barrier() const { return shared_address(&pipeline_.full[at_.stage]); }
+  __device__ void advance() { at_.advance(); }
+  __device__ int lane() const { return lane_; }
+
+ private:
+  static constexpr std::uint32_t kPanelBytes = kTileKeys * 128;
+
+  // Eight lanes take eight rows that follow one another, 128 bytes at a time.
+  __device__ void gather(const std::int32_t* keys, std::uint32_t target) const {
+    const int first_row = lane_ / 8 * 8, piece = lane_ % 8;
+    const std::uint32_t first = target + first_row * 128 + piece * 16;
+    std::int32_t indices[8];
+#pragma unroll
+    for (int row = 0; row < 8; row += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(keys + first_row + row);
+      indices[row] = four.x, indices[row + 1] = four.y, indices[row + 2] = four.z, indices[row + 3] = four.w;
+    }
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      const std::uint16_t* source = offset_pointer(base_, indices[row], stride_);
+      const std::uint32_t address = (first ^ (row * 16)) + row * 128;
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanels; ++panel) {
+        // The last panel of some head dims is half empty; products do not read that.
+        if (panel * 64 + piece * 8 >= Config::kHeadDim) continue;
+        copy_async_16(address + panel * kPanelBytes, source + panel * 64,
+                      indices[row] >= 0 && panel * 64 + piece * 8 < head_dim_);
+      }
+    }
+  }
+
+  Pipeline<kStages>& pipeline_;
+  const CUtensorMap& map_;
+  const std::uint16_t* base_ = nullptr;  // from the lane's piece of a row on
+  std::int32_t stride_ = 0;
+  const int head_dim_, warp_, lane_;
+  const std::uint32_t stages_;
+  Position<kStages> at_;
+};
+
+// What the producers and consumers of a block share.
+template <typename Config>
+struct PlannedShared {
+  static constexpr int kStageTiles = Config::kTileKeys / kPlanTileKeys;
+  using Facts = StageFacts<Config::kTileKeys>;
+
+  PlannedSources sources[WorkRing::kSlots];  // of the works
+  Facts facts[Config::kFactsSlots];
+  int tiles[Config::kRoleWarps][TileQueue<kStageTiles>::kRing];
+
+  __device__ static int next_slot(int slot) { return slot + 1 == Config::kFactsSlots ? 0 : slot + 1; }
+};
+
+template <typename Config>
+class ValueProducer {
+ public:
+  static constexpr int kArrivals = 32 * Config::kRoleWarps;  // at a full barrier: of every thread's copies
+  static constexpr int kKeyArrivals = Config::kRoleWarps;    // at an empty barrier of keys: of every warp
+
+  __device__ ValueProducer(StageCopier<Config, Config::kValueStages> copier, const PlannedShared<Config>& shared,
+                           Pipeline<Config::kKeyStages>& keys)
+      : copier_(copier), shared_(shared), keys_(keys) {}
+
+  // Once over all tiles.
+  __device__ void run(const Work& work, const PlannedSources& sources) {
+    copier_.start(sources.values, sources.value_stride);
+    bool more = true;
+#pragma unroll 1
+    while (more) {
+      // With the keys comes what is known of them.
+      wait(shared_address(&keys_.full[key_at_.stage]), key_at_.parity);
+      __syncwarp();
+      if (copier_.lane() == 0) arrive(shared_address(&keys_.empty[key_at_.stage]));
+      const auto& facts = shared_.facts[slot_];
+      more = (facts.marks & facts.kLast) == 0;
+      copier_.bring(work, facts);
+      copier_.advance();
+      key_at_.advance();
+      slot_ = shared_.next_slot(slot_);
+    }
+  }
+
+ private:
+  StageCopier<Config, Config::kValueStages> copier_;
+  const PlannedShared<Config>& shared_;
+  Pipeline<Config::kKeyStages>& keys_;
+  Position<Config::kKeyStages> key_at_;
+  int slot_ = 0;
+};
+
+template <typename Element, typename Config>
+class KeyProducer {
+ public:
+  // At a full barrier: of every thread's copies, and of every warp's facts.
+  static constexpr int kArrivals = 32 * Config::kRoleWarps + Config::kRoleWarps;
+  using Copier = StageCopier<Config, Config::kKeyStages>;
+  using Shared = PlannedShared<Config>;
+  using Facts = typename Shared::Facts;
+  using Queue = TileQueue<Shared::kStageTiles>;
+
+  __device__ KeyProducer(Copier copier, const Sm90ForwardParams& params, Shared& shared, const WorkRing& ring, int warp,
+                         int lane)
+      : copier_(copier), params_(params), shared_(shared), ring_(ring), warp_(warp), lane_(lane) {}
+
+  // Once over all tiles. There is one stage at least, if need be without a key. While the stages are full
+  // `announce_next` is called, or else at the end.
+  template <typename Announce>
+  __device__ void run(int work_slot, Announce announce_next) {
+    work_slot_ = work_slot;
+    const PlannedSources& sources = this->sources();
+    copier_.start(sources.keys, sources.key_stride);
+    const bool pairs = params_.pairs_heads;
+    Queue queue(sources, work().first_row % kChunkRows / kUnitRows, pairs ? 1 : 2, shared_.tiles[warp_], lane_);
+    Stage stage = next_stage(&queue), next = next_stage(&queue);
+    InFlight flight = request_facts(stage.tile, request_index(stage.tile));
+    std::int32_t next_index = request_index(next.tile);
+    bool more = true;
+    int until_announced = Config::kKeyStages;
+#pragma unroll 1
+    while (more) {
+      Facts& facts = shared_.facts[slot_];
+      make_facts(stage, flight, facts);
+      __syncwarp();
+      flight = request_facts(next.tile, next_index);
+      more = (stage.marks & Facts::kLast) == 0;
+      stage = next;
+      next = next_stage(&queue);
+      next_index = request_index(next.tile);
+      copier_.bring(work(), facts);
+      if (lane_ == 0) arrive(copier_.full_barrier());  // with what the warp wrote of facts
+      copier_.advance();
+      slot_ = Shared::next_slot(slot_);
+      if (--until_announced == 0 || (!more && until_announced > 0)) announce_next();
+    }
+  }
+
+ private:
+  // A stage as one warp sees it: the tile that has the warp's keys, and the marks of all.
+  struct Stage {
+    int tile;
+    std::uint32_t marks;
+  };
+  // What is known of the lane's key of a stage, under way from memory. `seen`: packed words or, without a packed mask,
+  // the interval and the byte of a key mask; what else there is, is read when it is needed: registers are short.
+  struct InFlight {
+    std::int32_t key;
+    std::uint32_t seen[Facts::kMostWords];
+    std::uint32_t bias;  // its bits
+  };
+  static constexpr int kBegin = 0, kEnd = 1, kMask = 2;
+
+  __device__ const Work& work() const { return ring_.works[work_slot_]; }
+  __device__ const PlannedSources& sources() const { return shared_.sources[work_slot_]; }
+  // The lane's key is number key_slot() of a stage.
+  __device__ int key_slot() const { return warp_ * kWarpKeys + lane_; }
+  // Words of 32 rows that the block has for a key.
+  __device__ int words() const { return params_.pairs_heads ? 2 : 4; }
+
+  __device__ Stage next_stage(Queue* queue) const {
+    int tiles[Shared::kStageTiles];
+    queue->next(tiles);
+    Stage stage = {tiles[0], queue->empty() ? Facts::kLast : 0};
+#pragma unroll
+    for (int tile = 0; tile < Shared::kStageTiles; ++tile) {
+      stage.marks |= Queue::full_units(tiles[tile]) << (2 * tile);
+      if (tile > 0 && warp_ * kWarpKeys >= tile * kPlanTileKeys) stage.tile = tiles[tile];
+    }
+    return stage;
+  }
+
+  // The lane's key, or -1.
+  __device__ std::int32_t request_index(int tile) const {
+    if (tile == Queue::kNoTile) return -1;
+    const PlannedSources& sources = this->sources();
+    const int position = Queue::position(tile) * kPlanTileKeys + key_slot() % kPlanTileKeys;
+    if (sources.listed != nullptr) return sources.listed[position];  // padded to whole tiles
+    return position < sources.count ? sources.first + position : -1;
+  }
+
+  __device__ void read_interval_and_mask(std::int32_t key, std::uint32_t (&seen)[Facts::kMostWords]) const {
+    const PlannedSources& sources = this->sources();
+    const Visibility& visibility = params_.visibility;
+    seen[kBegin] = 0, seen[kEnd] = params_.rows, seen[kMask] = 1;
+    if (sources.begins != nullptr) {
+      seen[kBegin] = sources.begins[key * visibility.begin.key_stride];
+      seen[kEnd] = sources.ends[key * visibility.end.key_stride];
+    }
+    if (sources.key_mask != nullptr) seen[kMask] = sources.key_mask[key * visibility.key_mask.key_stride];
+  }
+
+  __device__ InFlight request_facts(int tile, std::int32_t key) const {
+    const PlannedSources& sources = this->sources();
+    InFlight flight = {key, {}, 0};
+    if (key < 0 || key >= work().existing) return flight;
+    if (!Queue::is_full(tile)) {
+      if (sources.packed_words == nullptr) {
+        read_interval_and_mask(key, flight.seen);
+      } else {
+        const std::uint32_t* packed = sources.packed_words + key * params_.visibility.packed.key_stride * kChunkWords;
+#pragma unroll
+        for (int word = 0; word < Facts::kMostWords; ++word) {
+          if (word < words()) flight.seen[word] = packed[word];
+        }
+      }
+    }
+    if (sources.key_bias != nullptr) {
+      const std::int64_t offset = key * params_.bias.key_stride;
+      flight.bias = params_.bias.dtype == DType::kFloat32 ? static_cast<const std::uint32_t*>(sources.key_bias)[offset]
+                                                          : static_cast<const std::uint16_t*>(sources.key_bias)[offset];
+    }
+    return flight;
+  }
+
+  __device__ float bias_of(std::uint32_t bits) const {
+    if (params_.bias.dtype == DType::kFloat32) return __uint_as_float(bits);
+    return static_cast<float>(__builtin_bit_cast(Element, static_cast<std::uint16_t>(bits)));
+  }
+
+  __device__ void make_facts(const Stage& stage, const InFlight& flight, Facts& facts) const {
+    const bool full = Queue::is_full(stage.tile);
+    if (lane_ == 0) {
+      const PlannedSources& sources = this->sources();
+      if (warp_ == 0) facts.marks = stage.marks;
+      const int position = Queue::position(stage.tile) * kPlanTileKeys;
+      facts.box[warp_] = full && sources.listed == nullptr ? sources.first + position : -1;
+    }
+    facts.bias[key_slot()] = bias_of(flight.bias);
+    facts.key[key_slot()] = full || make_words(flight, facts) ? flight.key : -1;
+  }
+
+  // Says whether any row of the block sees the key.
+  __device__ bool make_words(const InFlight& flight, Facts& facts) const {
+    const std::int32_t key = flight.key;
+    const bool packed = sources().packed_words != nullptr;
+    RowRange range = {0, 0};
+    if (key >= 0 && key < work().existing) {
+      std::uint32_t seen[Facts::kMostWords];
+      if (packed) {
+        read_interval_and_mask(key, seen);
+      } else {
+#pragma unroll
+        for (int word = 0; word < Facts::kMostWords; ++word) seen[word] = flight.seen[word];
+      }
+      range = {static_cast<std::int32_t>(seen[kBegin]), min(static_cast<std::int32_t>(seen[kEnd]), params_.rows)};
+      if (params_.visibility.is_causal) range.begin = max(range.begin, key - (work().existing - params_.rows));
+      if (seen[kMask] == 0) range.end = 0;
+    }
+    std::uint32_t any = 0;
+#pragma unroll
+    for (int word = 0; word < Facts::kMostWords; ++word) {
+      if (word >= words()) break;
+      const int row = work().first_row + word * kWordRows;
+      std::uint32_t visible = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
+      if (packed) visible &= flight.seen[word];
+      facts.words[word][key_slot()] = visible;
+      any |= visible;
+    }
+    return any != 0;
+  }
+
+  Copier copier_;
+  const Sm90ForwardParams& params_;
+  Shared& shared_;
+  const WorkRing& ring_;
+  int work_slot_ = 0;
+  const int warp_, lane_;
+  int slot_ = 0;  // of the facts
+};
+
+}  // namespace flash_dmattn::internal::cuda::sm90
