@@ -253,7 +253,8 @@ struct ForwardBlock {
       if (kind == Work::kUsual) {
         consumer.run_over_tiles(tiles);
         const bool huge = has_huge_row(params.score.multiplier, consumer.row_max, consumer.row_sum, consumer.sums);
-        if (huge) consumer.work().found_huge = true;
+        // By the lane that hands the work back.
+        if (__any_sync(~0u, huge) && threadIdx.x % 32 == 0) consumer.work().found_huge = true;
       } else {
         consumer.run_safely_over_tiles(tiles);
       }
