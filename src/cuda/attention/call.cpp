@@ -58,13 +58,6 @@ void ForwardScratch::arrange(const AttentionProblem& problem, Arena* arena) {
   order = take_order(prepared.planned, arena);
 }
 
-Status arrange_forward_scratch(const AttentionProblem& problem, const Gpu&, std::size_t* bytes) {
-  Arena arena(nullptr);
-  ForwardScratch().arrange(problem, &arena);
-  *bytes = arena.used();
-  return {};
-}
-
 cudaError_t clear(void* sums, std::size_t bytes, cudaStream_t stream) {
   return sums == nullptr || bytes == 0 ? cudaSuccess : cudaMemsetAsync(sums, 0, bytes, stream);
 }

@@ -36,8 +36,6 @@ struct ForwardScratch {
 
   void arrange(const AttentionProblem& problem, Arena* arena);
 };
-// The arrange_forward of families with no other.
-Status arrange_forward_scratch(const AttentionProblem& problem, const Gpu&, std::size_t* bytes);
 
 // Elements of a bias, or of its gradient.
 std::int64_t bias_elements(const BroadcastView& bias);

@@ -16,6 +16,13 @@ bool takes(const AttentionProblem&, const Gpu&, Pass) { return true; }
 
 const char* variant_on(const Gpu& gpu) { return is_narrow(gpu.shared_limit) ? ", narrow tiles" : ""; }
 
+Status arrange_forward(const AttentionProblem& problem, const Gpu&, std::size_t* bytes) {
+  Arena arena(nullptr);
+  ForwardScratch().arrange(problem, &arena);
+  *bytes = arena.used();
+  return {};
+}
+
 Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
   Launches launches;
   Arena arena(workspace);
@@ -164,6 +171,6 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
 
 }  // namespace
 
-const KernelFamily kSm80Family = {"sm80", takes, arrange_forward_scratch, forward, arrange_backward, backward};
+const KernelFamily kSm80Family = {"sm80", takes, arrange_forward, forward, arrange_backward, backward};
 
 }  // namespace flash_dmattn::internal::cuda
