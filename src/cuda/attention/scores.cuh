@@ -60,7 +60,14 @@ __device__ inline void scale_by(float factor, float (&scores)[kMTiles][kNTiles][
 template <int kMTiles, int kNTiles>
 __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMTiles][kNTiles][4]) {
   const bool capped = rule.softcap != 0;
-  scale_by(capped ? rule.inner_scale : rule.scale, scores);
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[m][n][i] = __fmul_rn(scores[m][n][i], capped ? rule.inner_scale : rule.scale);
+      }
   if (!capped) return;
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
