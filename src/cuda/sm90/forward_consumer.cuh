@@ -131,7 +131,7 @@ struct ForwardConsumer {
 
   __device__ const Facts& facts() const { return block.planned.facts[slot]; }
 
-  // The stage's marks. By a reduction, so that the compiler knows them to be the same in all lanes (see key_at).
+  // The stage's marks. By a reduction, so that the compiler knows them to be the same in all lanes (see begin).
   __device__ void look() {
     if constexpr (kPlanned) marks = __reduce_or_sync(~0u, facts().marks);
   }
@@ -216,6 +216,14 @@ struct ForwardConsumer {
     release(block.shared.keys, key_at);
   }
 
+  // All that comes between products and the softmax.
+  __device__ void prepare_scores() {
+    wait_for_scores();
+    look();
+    make_scores();
+    hide();
+  }
+
   __device__ void wait_for_sums() {
     wgmma_wait<0>();
     settle(sums[0]);
@@ -233,10 +241,7 @@ struct ForwardConsumer {
     float rescale[2];
     multiply_keys();
     wgmma_wait<0>();
-    wait_for_scores();
-    look();
-    make_scores();
-    hide();
+    prepare_scores();
     clear_missing_values();
     exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
     pack_probabilities(probabilities);
@@ -247,10 +252,7 @@ struct ForwardConsumer {
       add_values(probabilities);
       pass_turn();
       wgmma_wait<1>();
-      wait_for_scores();
-      look();
-      make_scores();
-      hide();
+      prepare_scores();
       exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
       wait_for_sums();
       rescale_rows(rescale, sums);
@@ -270,10 +272,7 @@ struct ForwardConsumer {
     for (bool more = first_tile(tiles); more; more = next_tile()) {
       multiply_keys();
       wgmma_wait<0>();
-      wait_for_scores();
-      look();
-      make_scores();
-      hide();
+      prepare_scores();
       if (tile == tiles - 1) clear_missing_values();
 #pragma unroll
       for (int i = 0; i < 2; ++i) shift_huge_row(rule, i, true_max[i], scores, row_max, row_sum, sums);
