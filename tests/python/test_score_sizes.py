@@ -64,6 +64,22 @@ def biases(kind: str, size: float, keys: int) -> Tensor:
     return bias
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("rise", [1, 5, 20, -1, -5, -20])
+def test_scores_that_rise(dtype: torch.dtype, rise: int, head_dim: int) -> None:
+    """By `rise` every 80 keys, or fall: what was summed before becomes less likely, by little or much at a time, and is
+    rescaled by the forward."""
+    keys = 1000
+    case = integer_case(head_dim, dtype, keys=keys)
+    key = torch.zeros_like(case.key)
+    key[..., 0] = (rise * (torch.arange(keys) // 80)).to(key)[None, :, None]
+    query = torch.zeros_like(case.query)
+    query[..., 0] = 1
+    query[..., 1] = case.query[..., 1]
+    key[..., 1] = case.key[..., 1]
+    check(replace(case, query=query, key=key, options={**case.options, "scale": 1.0}), needs=())
+
+
 @pytest.mark.parametrize("sign", SIGNS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["constant", "first keys", "ties", "steps", "rows"])

@@ -98,13 +98,21 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
 
 // update_softmax without what was summed before, which asynchronous products may still be adding to: that is to be
 // multiplied by `rescale`.
-template <int kMTiles, int kNTiles>
+//
+// kSeldom: row_max, to which all is relative, is raised only when a score is more than 2^kTolerated times as likely, so
+// that after the first tile sums hardly ever need rescaling (the idea is FlashAttention-4's). The result is the same:
+// what a row's probabilities are relative to does not matter as long as they stay in range.
+template <bool kSeldom, int kMTiles, int kNTiles>
 __device__ inline void exponentiate_rows(float multiplier, float (&scores)[kMTiles][kNTiles][4],
                                          float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
                                          float (&rescale)[2 * kMTiles]) {
+  constexpr float kTolerated = 8;
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
-    const float highest = row_maximum(scores, i, row_max[i]), reference = reference_of(highest, multiplier);
+    float highest = row_maximum(scores, i, row_max[i]);
+    // Where no key has been seen the difference is NaN.
+    if (kSeldom && !((highest - row_max[i]) * multiplier > kTolerated)) highest = row_max[i];
+    const float reference = reference_of(highest, multiplier);
     rescale[i] = exp2_fast(__fmul_rn(row_max[i], multiplier) - reference);
     row_max[i] = highest;
     float sum = 0;
@@ -116,10 +124,16 @@ __device__ inline void exponentiate_rows(float multiplier, float (&scores)[kMTil
   }
 }
 
-// Always: asking first whether a maximum moved costs the asynchronous kernels more than it saves.
-template <int kMTiles, int kDimNTiles>
+// Unless kSeldom always: asking first whether a maximum moved costs the asynchronous kernels more than it saves.
+template <bool kSeldom, int kMTiles, int kDimNTiles>
 __device__ inline void rescale_rows(const float (&rescale)[2 * kMTiles],
                                     float (&accumulators)[kMTiles][kDimNTiles][4]) {
+  if (kSeldom) {
+    bool moved = false;
+#pragma unroll
+    for (const float factor : rescale) moved |= factor != 1;
+    if (!__any_sync(~0u, moved)) return;
+  }
   for_each_element(accumulators, [&](int i, int, int, float& accumulator) { accumulator *= rescale[i]; });
 }
 

@@ -43,7 +43,7 @@ struct ForwardBlock {
   using Facts = typename Planned::Facts;
 
   struct Shared {
-    Pipeline<1> queries;
+    Pipeline<kConsumers> queries;  // of each consumer: a phase is a work
     Pipeline<kKeyStages> keys;
     Pipeline<kValueStages> values;
     WorkRing ring;
@@ -69,9 +69,9 @@ struct ForwardBlock {
 
   __device__ void init() {
     if (threadIdx.x == 0) {
-      shared.queries.init(1, kConsumers);
+      shared.queries.init(1, 1);
       if constexpr (kPlanned) {
-        shared.keys.init(KeyProducer<Element, Config>::kArrivals, kConsumers + ValueProducer<Config>::kKeyArrivals);
+        shared.keys.init(KeyProducer<Element, Config>::kArrivals, 4 * kConsumers + ValueProducer<Config>::kKeyArrivals);
         shared.values.init(ValueProducer<Config>::kArrivals, kConsumers);
         shared.ring.init(4 * kConsumers + 2 * Config::kRoleWarps);
       } else {
@@ -143,18 +143,18 @@ struct ForwardBlock {
 
   // ---- Producer
 
-  // Queries have one stage: a phase of its barriers is a work.
+  // A work is a phase of the barriers of queries.
   __device__ static std::uint32_t query_parity(int work_slot) {
     static_assert(WorkRing::kSlots % 2 == 0);
     return work_slot % 2;
   }
 
-  // A box for each consumer's rows, once those of the work before are no longer needed.
+  // Of each consumer, once it has no more need of those of the work before.
   __device__ void load_queries(const Work& work, int work_slot) {
-    const std::uint32_t full = shared_address(&shared.queries.full[0]);
-    wait(shared_address(&shared.queries.empty[0]), query_parity(work_slot) ^ 1);
-    arrive_expecting(full, Config::kQueryBytes);
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      const std::uint32_t full = shared_address(&shared.queries.full[consumer]);
+      wait(shared_address(&shared.queries.empty[consumer]), query_parity(work_slot) ^ 1);
+      arrive_expecting(full, Config::kQueryBytes / kConsumers);
 #pragma unroll
       for (int panel = 0; panel < Config::kPanels; ++panel) {
         load_box(queries + panel * kQueryPanel + consumer * kConsumerRows * 128, maps.query, panel * 64,
@@ -240,28 +240,6 @@ struct ForwardBlock {
       taker.release();
     }
   }
-
-  __device__ void consume() {
-    ForwardConsumer<ForwardBlock> consumer(*this);
-    if (Config::kTakesTurns && consumer.group == kConsumers - 1) consumer.pass_turn();
-#pragma unroll 1
-    while (true) {
-      const std::uint32_t kind = __reduce_or_sync(~0u, consumer.taker.take().kind);
-      if (kind == Work::kNone) return;
-      consumer.begin();
-      const int tiles = kPlanned ? 0 : static_cast<int>(__reduce_max_sync(~0u, tile_count(consumer.work())));
-      if (kind == Work::kUsual) {
-        consumer.run_over_tiles(tiles);
-        const bool huge = has_huge_row(params.score.multiplier, consumer.row_max, consumer.row_sum, consumer.sums);
-        // By the lane that hands the work back.
-        if (__any_sync(~0u, huge) && threadIdx.x % 32 == 0) consumer.work().found_huge = true;
-      } else {
-        consumer.run_safely_over_tiles(tiles);
-      }
-      consumer.store();
-      consumer.taker.release();
-    }
-  }
 };
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kMakesScores>
@@ -279,7 +257,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlanned>::kThreads, 1
     ForwardBlock<Element, kHeadDim, kPlanned, kMakesScores>(params, maps, at_kept_address(memory)).produce();
   } else {
     take_registers<Config::kConsumerRegisters>();
-    block.consume();
+    ForwardConsumer<decltype(block)>(block).run();
   }
 }
 

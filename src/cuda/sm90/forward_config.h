@@ -7,16 +7,27 @@ namespace flash_dmattn::internal::cuda::sm90 {
 
 constexpr int kConsumerRows = 64;
 
-// One warp group brings tiles of keys and values, the others compute: each owns kConsumerRows query rows.
+// One or two warp groups bring tiles of keys and values, the others compute: each owns kConsumerRows query rows.
 template <int kHeadDimBucket, bool kPlanned>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
-  // Rows of a plan's block lie in one chunk, which three times 64 do not divide.
-  static constexpr int kConsumers = kHeadDim <= 64 && !kPlanned ? 3 : 2;  // warp groups
+  // Three hide each other's waits better than two with larger tiles. Rows of a plan's block lie in one chunk, which
+  // three times 64 do not divide; above 128 columns there are no registers for three.
+  static constexpr int kConsumers = kHeadDim <= 128 && !kPlanned ? 3 : 2;  // warp groups
   static constexpr int kTileRows = kConsumerRows * kConsumers;
-  // In a plan whole tiles of that.
-  static constexpr int kTileKeys = kHeadDim <= 128 ? 128 : kPlanned ? 64 : kHeadDim == 192 ? 112 : 80;
-  static constexpr int kValueStages = !kPlanned ? 2 : kHeadDim == 64 ? 4 : kHeadDim == 192 ? 3 : 2;
+  // In a plan whole tiles of that. Else as many as registers allow: a thread has kTileKeys / 2 scores, half as many
+  // registers of probabilities, and kHeadDim / 2 sums.
+  static constexpr int kTileKeys = kPlanned          ? (kHeadDim <= 128 ? 128 : 64)
+                                   : kHeadDim == 64  ? 128
+                                   : kHeadDim == 96  ? 112
+                                   : kHeadDim == 128 ? 80
+                                   : kHeadDim == 192 ? 112
+                                                     : 80;
+  static constexpr int kValueStages = kPlanned                             ? (kHeadDim == 64    ? 4
+                                                                              : kHeadDim == 192 ? 3
+                                                                                                : 2)
+                                      : kTileKeys < 128 && kHeadDim <= 128 ? 3
+                                                                           : 2;
   static constexpr int kKeyStages = kPlanned && kHeadDim <= 128 ? kValueStages + 1 : kValueStages;
   // In a plan: of what consumers know of keys. When the producer writes that of stage n, keys of stage n - 1 -
   // kKeyStages have been read, and so all that is known of the stages before n - 2 - kKeyStages; one to spare.
@@ -24,20 +35,25 @@ struct ForwardConfig {
   static constexpr int kRoleWarps = kTileKeys / 32;  // in a plan: that bring keys, and as many that bring values
   static constexpr int kProducers = kPlanned && kRoleWarps == 4 ? 2 : 1;  // warp groups
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
-  // 65536 registers of a multiprocessor, in eights a thread. Finding keys takes some.
-  static constexpr int kProducerRegisters = kPlanned          ? (kProducers == 1  ? 72
-                                                                 : kHeadDim == 96 ? 64
-                                                                                  : 56)
-                                            : kConsumers == 3 ? 32
-                                                              : 40;
-  static constexpr int kValueProducerRegisters = kHeadDim == 96 ? 48 : 40;  // where they have a warp group of their own
-  static constexpr int kConsumerRegisters = kPlanned          ? (kProducers == 1  ? 216
-                                                                 : kHeadDim == 96 ? 200
-                                                                                  : 208)
-                                            : kConsumers == 3 ? 160
-                                                              : 232;
+  // 65536 registers of a multiprocessor, in eights a thread. Finding keys takes some; producers of values have a warp
+  // group of their own where there are two.
+  static constexpr int kConsumerRegisters = kConsumers == 3  ? 160
+                                            : !kPlanned      ? 232
+                                            : kHeadDim > 128 ? 216
+                                            : kHeadDim == 64 ? 192
+                                                             : 200;
+  static constexpr int kProducerRegisters = kConsumers == 3  ? 32
+                                            : !kPlanned      ? 40
+                                            : kHeadDim == 64 ? 80
+                                            : kHeadDim == 96 ? 64
+                                                             : 72;
+  static constexpr int kValueProducerRegisters = kHeadDim <= 96 ? 48 : 40;
   // Whether the warp groups take turns at the tensor cores, so that one multiplies while another exponentiates.
   static constexpr bool kTakesTurns = kHeadDim <= 128;
+  // Whether the first scores of a work are computed while the one before ends. Takes registers.
+  static constexpr bool kChainsWorks = kPlanned && kHeadDim <= 192;
+  // Whether sums are rescaled only where they must be (softmax.cuh). Pays where tiles are narrow.
+  static constexpr bool kRescalesSeldom = kConsumers == 3 && kTileKeys < 128;
 
   // Shared memory: panels of 64 columns, 128 bytes a row.
   static constexpr int kPanels = (kHeadDim + 63) / 64;

@@ -54,15 +54,23 @@ struct ForwardConsumer {
   __device__ Work& work() const { return block.shared.ring.works[taker.slot()]; }
 
   // Of the problem, and of a tile of keys (fragments.cuh).
-  __device__ int warp_row() const { return static_cast<int>(threadIdx.x) / 32 % 4 * 16; }
-  __device__ int row_of(int i) const {
-    return block.first_row_of(work(), group) + warp_row() + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
+  __device__ static int thread() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return kPlanned && kHeadDim > 192 ? recomputed(thread) : thread;  // all registers are taken
   }
-  __device__ int column_of(int n) const { return 8 * n + 2 * (static_cast<int>(threadIdx.x) % 4); }
+  __device__ int warp_row() const { return thread() / 32 % 4 * 16; }
+  __device__ int row_of(int i) const {
+    return block.first_row_of(work(), group) + warp_row() + thread() % 32 / 4 + 8 * i;
+  }
+  __device__ int column_of(int n) const { return 8 * n + 2 * (thread() % 4); }
 
+  // One arrival for the warp group, whose products end together. At the keys of a plan one for each warp: it also says
+  // that the warp has read the facts of the stage before.
+  static constexpr int kKeyReleases = kPlanned ? 4 : 1;
   template <int kStages>
-  __device__ void release(Pipeline<kStages>& pipeline, Position<kStages>& at) {
-    if (threadIdx.x % kWarpGroup == 0) arrive(shared_address(&pipeline.empty[at.stage]));
+  __device__ void release(Pipeline<kStages>& pipeline, Position<kStages>& at, int releases = 1) {
+    if (releases != 1) __syncwarp();
+    if (static_cast<int>(threadIdx.x) % (kWarpGroup / releases) == 0) arrive(shared_address(&pipeline.empty[at.stage]));
     at.advance();
   }
 
@@ -200,38 +208,71 @@ struct ForwardConsumer {
     if (Config::kTakesTurns) arrive_named_barrier(kTurnBarrier + (group + 1) % kConsumers, 2 * kWarpGroup);
   }
 
-  // The compiler must know stages to be the same in all lanes, or it copies them into the warp's registers for every
-  // product (10 % of the forward): here by a reduction, and then by a loop that all lanes leave together.
+  // All works of the block.
+  __device__ void run() {
+    // Each consumer takes as many turns as the others: their works have the same tiles.
+    if (Config::kTakesTurns && group == kConsumers - 1) pass_turn();
+#pragma unroll 1
+    while (true) {
+      const std::uint32_t kind = __reduce_or_sync(~0u, taker.take().kind);
+      if (kind == Work::kNone) return;
+      begin();
+      wait_for_queries(taker.slot());
+      const int tiles = kPlanned ? 0 : static_cast<int>(__reduce_max_sync(~0u, block.tile_count(work())));
+      if (kind == Work::kUsual) {
+        run_over_tiles(tiles);
+        finish();
+      } else {
+        run_safely_over_tiles(tiles);
+        store();
+        taker.release();
+      }
+    }
+  }
+
   __device__ void begin() {
+    // The compiler must know stages to be the same in all lanes, or it copies them into the warp's registers for every
+    // product (10 % of the forward): here by a reduction, and then by a loop that all lanes leave together.
     key_at.stage = __reduce_max_sync(~0u, key_at.stage);
     value_at.stage = __reduce_max_sync(~0u, value_at.stage);
-    wait(shared_address(&block.shared.queries.full[0]), Block::query_parity(taker.slot()));
     clear(sums);
 #pragma unroll
     for (int i = 0; i < 2; ++i) row_max[i] = -INFINITY, row_sum[i] = 0;
   }
 
+  __device__ void wait_for_queries(int work_slot) const {
+    wait(shared_address(&block.shared.queries.full[group]), Block::query_parity(work_slot));
+  }
+  __device__ void release_queries() const {
+    if (threadIdx.x % kWarpGroup == 0) arrive(shared_address(&block.shared.queries.empty[group]));
+  }
+
   __device__ void wait_for_scores() {
     settle(scores[0]);
-    release(block.shared.keys, key_at);
+    release(block.shared.keys, key_at, kKeyReleases);
   }
 
-  // All that comes between products and the softmax.
-  __device__ void prepare_scores() {
-    wait_for_scores();
-    look();
-    make_scores();
-    hide();
-  }
-
+  template <int kUnderWay = 0>
   __device__ void wait_for_sums() {
-    wgmma_wait<0>();
+    wgmma_wait<kUnderWay>();
     settle(sums[0]);
     release(block.shared.values, value_at);
   }
 
-  __device__ void release_queries() {
-    if (threadIdx.x % kWarpGroup == 0) arrive(shared_address(&block.shared.queries.empty[0]));
+  // Makes probabilities of the scores of a tile.
+  __device__ void exponentiate_scores(std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
+    float rescale[2];
+    exponentiate_rows<Config::kRescalesSeldom>(block.params.score.multiplier, scores, row_max, row_sum, rescale);
+    pack_probabilities(probabilities);
+  }
+
+  // What comes between products and probabilities.
+  __device__ void prepare_scores() {
+    wait_for_scores();
+    look();
+    if (is_last_tile()) release_queries();
+    make_scores();
+    hide();
   }
 
   __device__ void run_over_tiles(int tiles) {
@@ -243,24 +284,51 @@ struct ForwardConsumer {
     wgmma_wait<0>();
     prepare_scores();
     clear_missing_values();
-    exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
-    pack_probabilities(probabilities);
+    exponentiate_scores(probabilities);
 #pragma unroll 1
-    while (next_tile()) {
+    while (true) {
+#pragma unroll 1
+      while (next_tile()) {
+        take_turn();
+        multiply_keys();
+        add_values(probabilities);
+        pass_turn();
+        wgmma_wait<1>();
+        prepare_scores();
+        exponentiate_rows<Config::kRescalesSeldom>(multiplier, scores, row_max, row_sum, rescale);
+        wait_for_sums();
+        rescale_rows<Config::kRescalesSeldom>(rescale, sums);
+        pack_probabilities(probabilities);
+      }
+      if (!is_followed()) break;
+      // The first scores of the next work are computed while this one ends.
       take_turn();
-      multiply_keys();
       add_values(probabilities);
+      wait_for_queries(taker.next_slot());
+      multiply_keys();
       pass_turn();
-      wgmma_wait<1>();
+      wait_for_sums<1>();
+      finish();
+      begin();
+      wgmma_wait<0>();
       prepare_scores();
-      exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
-      wait_for_sums();
-      rescale_rows(rescale, sums);
-      pack_probabilities(probabilities);
+      exponentiate_scores(probabilities);
     }
-    release_queries();
     add_values(probabilities);
     wait_for_sums();
+  }
+
+  __device__ bool is_last_tile() const { return kPlanned ? (marks & Facts::kLast) != 0 : tile == 0; }
+  // Whether another usual work comes after this one, and is to be begun with its end.
+  __device__ bool is_followed() const { return Config::kChainsWorks && __any_sync(~0u, work().is_followed); }
+
+  // The end of a usual work.
+  __device__ void finish() {
+    const bool huge = has_huge_row(block.params.score.multiplier, row_max, row_sum, sums);
+    // By the lane that hands the work back.
+    if (__any_sync(~0u, huge) && threadIdx.x % 32 == 0) work().found_huge = true;
+    store();
+    taker.release();
   }
 
   // The same for rows that may be huge (softmax.cuh), without haste.
@@ -282,14 +350,14 @@ struct ForwardConsumer {
       add_values(probabilities);
       wait_for_sums();
     }
-    release_queries();
+    if (!kPlanned && tiles == 0) release_queries();
 #pragma unroll
     for (int i = 0; i < 2; ++i) row_max[i] = true_max[i];
   }
 
   __device__ void store() const {
     const ForwardParams& params = block.params;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int head = block.head_of(work(), group);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float sum = row_sum[i];
@@ -297,7 +365,7 @@ struct ForwardConsumer {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const bool empty = row_max[i] == -INFINITY && sum == 0;
       const float inverse = empty ? 0.0f : 1.0f / sum;
-      const int row = row_of(i), head = block.head_of(work(), group);
+      const int row = row_of(i), lane = thread() % 32;
       const bool exists = row < params.rows;
       if (lane % 4 == 0 && exists) {
         const std::int64_t index = (static_cast<std::int64_t>(work().batch) * params.heads + head) * params.rows + row;

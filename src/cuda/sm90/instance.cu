@@ -24,10 +24,17 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
     const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors, stream);
     if (error != cudaSuccess) return error;
   }
-  // Blocks stay for many works where a work is short, or a counter divides them. Under the causal rule alone works
-  // differ too much to be divided beforehand.
+  // Blocks stay for many works where a work is short; those of a plan, or of the causal rule, differ too much to be
+  // divided beforehand: a counter does.
   constexpr std::int32_t kShortWork = 4096;  // keys
-  const bool stays = kPlanned || (!params.visibility.is_causal && params.keys <= kShortWork);
+  const bool stays = kPlanned || params.keys <= kShortWork;
+  bool counted = ordered.order.count != 0;
+  if (!kPlanned && params.visibility.is_causal && stays && blocks > params.processors) {
+    const cudaError_t error = cudaMemsetAsync(ordered.order.taken, 0, sizeof(*ordered.order.taken), stream);
+    if (error != cudaSuccess) return error;
+    counted = true;
+  }
+  if (!counted) ordered.order.taken = nullptr;
   return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kMakesScores>,
                        stays ? std::min<std::int64_t>(blocks, params.processors) : blocks, Config::kThreads,
                        Block::kSharedBytes, stream, ordered, maps);

@@ -19,8 +19,9 @@ struct Work {
     kNone,  // no work is left
   };
   Kind kind;
-  bool found_huge;  // a row turned out to be huge
-  int index;        // of the launch's work tiles
+  bool found_huge;   // a row turned out to be huge
+  bool is_followed;  // by another usual one, which is announced whether this one is done or not
+  int index;         // of the launch's work tiles
   int batch, head, key_head, first_row;
   int existing;  // keys of the batch element
 };
@@ -60,8 +61,8 @@ struct WorkRing {
     if (knows_next(params)) {
       work.kind = Work::kUsual, work.index = next;
       // Asked for before it is needed.
-      next = params.order.count == 0 ? next + static_cast<int>(gridDim.x)
-                                     : static_cast<int>(gridDim.x) + atomicAdd(params.order.taken, 1);
+      next = static_cast<int>(gridDim.x) + (params.order.taken == nullptr ? next : atomicAdd(params.order.taken, 1));
+      work.is_followed = knows_next(params);
     } else {
       if (next != kAllDone) wait_for_all(params);
       next = kAllDone;
@@ -101,6 +102,12 @@ class WorkTaker {
     return ring_.works[slot()];
   }
   __device__ int slot() const { return static_cast<int>(taken_ % WorkRing::kSlots); }
+  // Waits for the work after it; for one that is followed.
+  __device__ int next_slot() const {
+    const std::uint32_t next = taken_ + 1;
+    wait(shared_address(&ring_.pipeline.full[next % WorkRing::kSlots]), next / WorkRing::kSlots % 2);
+    return static_cast<int>(next % WorkRing::kSlots);
+  }
   // Of the work that was taken.
   __device__ void release() {
     __syncwarp();

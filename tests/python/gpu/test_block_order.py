@@ -50,7 +50,7 @@ def _heads_of(name: str, result: Tensor, heads: slice) -> Tensor:
 
 
 @pytest.mark.parametrize("key_heads", [2, 32])
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
 @pytest.mark.parametrize("kind", ["full", "causal", "lengths", "tiles", "lists"])
 def test_huge_rows_among_others(kind: str, head_dim: int, key_heads: int) -> None:
     """Rows with huge scores are computed again, wherever they are among the works of a block: here in every third head
