@@ -71,7 +71,9 @@ struct ForwardBlock {
     if (threadIdx.x == 0) {
       shared.queries.init(1, 1);
       if constexpr (kPlanned) {
-        shared.keys.init(KeyProducer<Element, Config>::kArrivals, 4 * kConsumers + ValueProducer<Config>::kKeyArrivals);
+        shared.keys.init(
+            KeyProducer<Element, Config>::kArrivals,
+            kConsumers * ForwardConsumer<ForwardBlock>::kKeyReleases + ValueProducer<Config>::kKeyArrivals);
         shared.values.init(ValueProducer<Config>::kArrivals, kConsumers);
         shared.ring.init(4 * kConsumers + 2 * Config::kRoleWarps);
       } else {
