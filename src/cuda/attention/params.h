@@ -49,7 +49,8 @@ constexpr int kMostOrderedBlocks = 1024;
 struct BlockOrder {
   std::int32_t* blocks = nullptr;  // scratch of kMostOrderedBlocks; null: they start as they are numbered
   std::int32_t count = 0;
-  // Set to 0 where blocks are put in order: blocks that stay for more than one count here which is next. Null: none do.
+  // Blocks that stay for more than one count here which is next. Set to 0 where blocks are put in order, else by the
+  // launcher. Null: they do not count.
   std::int32_t* taken = nullptr;
 };
 

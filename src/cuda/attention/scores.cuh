@@ -60,6 +60,7 @@ __device__ inline void scale_by(float factor, float (&scores)[kMTiles][kNTiles][
 template <int kMTiles, int kNTiles>
 __device__ inline void scale_products(const ScoreRule& rule, float (&scores)[kMTiles][kNTiles][4]) {
   const bool capped = rule.softcap != 0;
+  // Not by scale_by: which of the two it is, is asked where it is used, or it takes a register that sm_80 lacks.
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll

@@ -149,10 +149,11 @@ struct ForwardConsumer {
     tile = tiles - 1;
     return kPlanned || tile >= 0;
   }
+  __device__ bool is_last_tile() const { return kPlanned ? (marks & Facts::kLast) != 0 : tile == 0; }
   __device__ bool next_tile() {
     if constexpr (kPlanned) {
       slot = slot + 1 == Config::kFactsSlots ? 0 : slot + 1;
-      return (marks & Facts::kLast) == 0;
+      return !is_last_tile();
     } else {
       return --tile >= 0;
     }
@@ -318,7 +319,6 @@ struct ForwardConsumer {
     wait_for_sums();
   }
 
-  __device__ bool is_last_tile() const { return kPlanned ? (marks & Facts::kLast) != 0 : tile == 0; }
   // Whether another usual work comes after this one, and is to be begun with its end.
   __device__ bool is_followed() const { return Config::kChainsWorks && __any_sync(~0u, work().is_followed); }
 

@@ -28,13 +28,14 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
   // divided beforehand: a counter does.
   constexpr std::int32_t kShortWork = 4096;  // keys
   const bool stays = kPlanned || params.keys <= kShortWork;
-  bool counted = ordered.order.count != 0;
-  if (!kPlanned && params.visibility.is_causal && stays && blocks > params.processors) {
+  const bool counts =
+      kPlanned ? ordered.order.count != 0 : stays && params.visibility.is_causal && blocks > params.processors;
+  if (!counts) {
+    ordered.order.taken = nullptr;
+  } else if (!kPlanned) {
     const cudaError_t error = cudaMemsetAsync(ordered.order.taken, 0, sizeof(*ordered.order.taken), stream);
     if (error != cudaSuccess) return error;
-    counted = true;
   }
-  if (!counted) ordered.order.taken = nullptr;
   return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kMakesScores>,
                        stays ? std::min<std::int64_t>(blocks, params.processors) : blocks, Config::kThreads,
                        Block::kSharedBytes, stream, ordered, maps);

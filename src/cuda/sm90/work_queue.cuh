@@ -97,17 +97,10 @@ class WorkTaker {
  public:
   __device__ explicit WorkTaker(WorkRing& ring) : ring_(ring) {}
 
-  __device__ Work& take() const {
-    wait(shared_address(&ring_.pipeline.full[slot()]), taken_ / WorkRing::kSlots % 2);
-    return ring_.works[slot()];
-  }
+  __device__ Work& take() const { return ring_.works[wait_for(taken_)]; }
   __device__ int slot() const { return static_cast<int>(taken_ % WorkRing::kSlots); }
   // Waits for the work after it; for one that is followed.
-  __device__ int next_slot() const {
-    const std::uint32_t next = taken_ + 1;
-    wait(shared_address(&ring_.pipeline.full[next % WorkRing::kSlots]), next / WorkRing::kSlots % 2);
-    return static_cast<int>(next % WorkRing::kSlots);
-  }
+  __device__ int next_slot() const { return wait_for(taken_ + 1); }
   // Of the work that was taken.
   __device__ void release() {
     __syncwarp();
@@ -116,6 +109,13 @@ class WorkTaker {
   }
 
  private:
+  // Until it is announced; says in which slot.
+  __device__ int wait_for(std::uint32_t work) const {
+    const auto slot = static_cast<int>(work % WorkRing::kSlots);
+    wait(shared_address(&ring_.pipeline.full[slot]), work / WorkRing::kSlots % 2);
+    return slot;
+  }
+
   WorkRing& ring_;
   std::uint32_t taken_ = 0;  // of which slot and parity follow: a Position would take two registers
 };
