@@ -40,6 +40,16 @@ __device__ inline std::uint32_t pack(float low, float high) {
   return packed;
 }
 
+// The two numbers of a packed pair.
+template <typename Element>
+__device__ inline float2 unpack(std::uint32_t packed) {
+  if constexpr (__is_same(Element, __nv_bfloat16)) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  }
+}
+
 // 2^x
 __device__ inline float exp2_fast(float x) {
   float y;

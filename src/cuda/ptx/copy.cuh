@@ -58,6 +58,11 @@ __device__ inline std::uint32_t load_shared(std::uint32_t shared) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
   return value;
 }
+__device__ inline float2 load_shared_float2(std::uint32_t shared) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(shared) : "memory");
+  return value;
+}
 __device__ inline void load_shared_16(std::uint32_t (&words)[4], std::uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])

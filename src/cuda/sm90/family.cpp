@@ -1,5 +1,5 @@
-// The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family: so far the forward
-// without softcap, and without a bias where there is no plan or where it differs by row.
+// The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family: so far the forward,
+// above head dim 128 without softcap, and without a bias that differs by row but where boxes of it can be copied.
 #include "cuda/attention/call.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
@@ -21,17 +21,25 @@ bool has_tensor_maps(const AttentionProblem& problem) {
 // The same entries for every row.
 bool is_per_key(const BroadcastView& bias) { return bias.rows == 1; }
 
+// A bias that differs by row as the copy engine sees it: tokens are its rows, columns its keys.
+TokenView as_tokens(const BroadcastView& bias) {
+  return {bias.data, bias.batch_stride, bias.row_stride, bias.head_stride};
+}
+
+bool has_tensor_map(const AttentionProblem& problem, const BroadcastView& bias) {
+  return bias.dtype == problem.dtype && bias.rows == problem.rows && bias.keys == problem.keys &&
+         bias.key_stride == 1 && sm90::has_tensor_map(as_tokens(bias), bias.batches, bias.rows, bias.heads);
+}
+
 bool takes(const AttentionProblem& problem, const Gpu& gpu, Pass pass) {
   if (pass != Pass::kForward || gpu.capability != 90 || bucket_of(problem.head_dim) < kLeastBucket ||
-      problem.keys == 0 || problem.softcap > 0 || !has_tensor_maps(problem)) {
+      problem.keys == 0 || !has_tensor_maps(problem)) {
     return false;
   }
+  const bool has_boxes = is_per_key(problem.bias) || (!is_planned(problem) && has_tensor_map(problem, problem.bias));
+  if ((problem.softcap > 0 || !has_boxes) && bucket_of(problem.head_dim) > sm90::kMostAnyHeadDim) return false;
   // Keys of a plan are copied in pieces of 8 columns.
-  if (is_planned(problem)) {
-    return problem.head_dim % 8 == 0 && is_aligned(problem.key) && is_aligned(problem.value) &&
-           is_per_key(problem.bias);
-  }
-  return !problem.bias.defined();
+  return !is_planned(problem) || (problem.head_dim % 8 == 0 && is_aligned(problem.key) && is_aligned(problem.value));
 }
 
 struct Sm90ForwardScratch : ForwardScratch {
@@ -60,9 +68,10 @@ bool pairs_heads(const AttentionProblem& problem, const DevicePlan& plan) {
          pairs(problem.bias.heads, problem.bias.head_divisor);
 }
 
-template <int kHeadDim, bool kPlanned>
+template <int kHeadDim, bool kPlanned, sm90::Scoring kScoring>
 CUresult make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
-  constexpr int kTileKeys = kPlanned ? kPlanTileKeys : sm90::ForwardConfig<kHeadDim, kPlanned>::kTileKeys;
+  using Config = sm90::ForwardConfig<kHeadDim, kPlanned, kScoring>;
+  constexpr int kTileKeys = kPlanned ? kPlanTileKeys : Config::kTileKeys;
   const auto make = [&](const TokenView& tokens, std::int64_t count, std::int64_t heads, int rows, CUtensorMap* map) {
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, count, heads, problem.head_dim, rows, map);
   };
@@ -70,7 +79,11 @@ CUresult make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
   if (result != CUDA_SUCCESS) return result;
   result = make(problem.key, problem.keys, problem.key_heads, kTileKeys, &maps->key);
   if (result != CUDA_SUCCESS) return result;
-  return make(problem.value, problem.keys, problem.key_heads, kTileKeys, &maps->value);
+  result = make(problem.value, problem.keys, problem.key_heads, kTileKeys, &maps->value);
+  if (result != CUDA_SUCCESS || kScoring != sm90::Scoring::kRowBiased) return result;
+  const BroadcastView& bias = problem.bias;
+  return sm90::make_tensor_map(as_tokens(bias), bias.dtype, bias.batches, bias.rows, bias.heads, bias.keys,
+                               Config::kTileRows, &maps->bias);
 }
 
 Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
@@ -85,6 +98,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.order.blocks = scratch.order;
   params.order.taken = scratch.taken;
   params.next_huge = scratch.next_huge;
+  params.boxes_of_bias = !prepared.planned && !is_per_key(problem.bias) && has_tensor_map(problem, problem.bias);
   params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
   launches.then([&] {
@@ -92,7 +106,9 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
       if constexpr (kHeadDim >= kLeastBucket) {
         sm90::ForwardMaps maps;
         const CUresult made =
-            prepared.planned ? make_maps<kHeadDim, true>(problem, &maps) : make_maps<kHeadDim, false>(problem, &maps);
+            sm90::by_kernel<kHeadDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
+              return make_maps<kHeadDim, kPlanned, kScoring>(problem, &maps);
+            });
         if (made != CUDA_SUCCESS) return cudaErrorInvalidValue;
         return sm90::launch_forward<Element, kHeadDim>(params, maps, prepared.planned, stream);
       } else {

@@ -14,6 +14,7 @@
 
 #include "cuda/attention/block_order.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/scores.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -22,18 +23,21 @@
 #include "cuda/sm90/forward_config.h"
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/planned_producer.cuh"
 #include "cuda/sm90/work_queue.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-// kMakesScores: ScoreRule::transforms, without a softcap.
-template <typename ElementType, int kHeadDim, bool kIsPlanned, bool kMakesItsScores>
+template <typename ElementType, int kHeadDim, bool kIsPlanned, Scoring kItsScoring>
 struct ForwardBlock {
   using Element = ElementType;
-  static constexpr bool kPlanned = kIsPlanned, kMakesScores = kMakesItsScores;
-  using Config = ForwardConfig<kHeadDim, kPlanned>;
+  static constexpr bool kPlanned = kIsPlanned;
+  static constexpr Scoring kScoring = kItsScoring;
+  static_assert(!kPlanned || (kScoring != Scoring::kKeyBiased && kScoring != Scoring::kRowBiased));
+  using Config = ForwardConfig<kHeadDim, kPlanned, kScoring>;
+  static constexpr bool kRowBiased = Config::kRowBiased, kStagesKeyBias = Config::kStagesKeyBias;
   static constexpr int kTileKeys = Config::kTileKeys, kConsumers = Config::kConsumers;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
   // Bytes from one panel of 64 columns to the next.
@@ -46,6 +50,7 @@ struct ForwardBlock {
     Pipeline<kConsumers> queries;  // of each consumer: a phase is a work
     Pipeline<kKeyStages> keys;
     Pipeline<kValueStages> values;
+    Pipeline<Config::kBiasStages == 0 ? 1 : Config::kBiasStages> biases;  // only if there are stages of it
     WorkRing ring;
   };
   static constexpr std::size_t kPlannedOffset = Config::kTilesBytes + (sizeof(Shared) + 15) / 16 * 16;
@@ -54,7 +59,7 @@ struct ForwardBlock {
 
   const Sm90ForwardParams& params;
   const ForwardMaps& maps;
-  std::uint32_t queries, keys, values;  // in shared memory
+  std::uint32_t queries, keys, values, biases;  // in shared memory
   Shared& shared;
   Planned& planned;  // only in a plan
 
@@ -64,6 +69,7 @@ struct ForwardBlock {
         queries(shared_address(memory)),
         keys(queries + static_cast<std::uint32_t>(Config::kQueryBytes)),
         values(keys + static_cast<std::uint32_t>(kKeyStages * Config::kTileBytes)),
+        biases(values + static_cast<std::uint32_t>(kValueStages * Config::kTileBytes)),
         shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes)),
         planned(*reinterpret_cast<Planned*>(memory + kPlannedOffset)) {}
 
@@ -79,7 +85,8 @@ struct ForwardBlock {
       } else {
         shared.keys.init(1, kConsumers);
         shared.values.init(1, kConsumers);
-        shared.ring.init(4 * kConsumers);
+        if constexpr (Config::kBiasStages > 0) shared.biases.init(1, 4 * kConsumers);  // released by every warp
+        shared.ring.init(4 * kConsumers + (stages_key_bias() ? 1 : 0));
       }
       fence_barrier_init();
     }
@@ -143,6 +150,8 @@ struct ForwardBlock {
     return kPlanned && params.pairs_heads ? work.first_row : work.first_row + kConsumerRows * consumer;
   }
 
+  __device__ bool stages_key_bias() const { return kStagesKeyBias && params.bias.defined() && params.bias.rows == 1; }
+
   // ---- Producer
 
   // A work is a phase of the barriers of queries.
@@ -169,6 +178,9 @@ struct ForwardBlock {
   __device__ void produce() {
     if constexpr (!kPlanned) {
       if (threadIdx.x == 0) produce_dense();
+      if constexpr (kStagesKeyBias) {
+        if (threadIdx.x / 32 == 1 && stages_key_bias()) produce_key_bias();
+      }
     } else {
       // By a shuffle, so that the compiler keeps them: it would read a special register each time, which takes long.
       const int lane = __shfl_sync(~0u, static_cast<int>(threadIdx.x) % 32, static_cast<int>(threadIdx.x) % 32);
@@ -201,9 +213,57 @@ struct ForwardBlock {
           }
         };
         load(shared.keys, keys, maps.key);
+        if constexpr (kRowBiased) load_biases(work, tile, at);
         load(shared.values, values, maps.value);
         at.advance();
       }
+    }
+  }
+
+  // Of a tile of keys, at the stage of its values.
+  __device__ void load_biases(const Work& work, int tile, const Position<kKeyStages>& at) {
+    static_assert(!kRowBiased || Config::kBiasStages == kKeyStages);
+    const BroadcastView& bias = params.bias;
+    const std::uint32_t full = shared_address(&shared.biases.full[at.stage]);
+    wait(shared_address(&shared.biases.empty[at.stage]), at.parity ^ 1);
+    arrive_expecting(full, Config::kBiasBytes);
+#pragma unroll
+    for (int panel = 0; panel < Config::kBiasPanels; ++panel) {
+      load_box(biases + at.stage * static_cast<std::uint32_t>(Config::kBiasBytes) + panel * kQueryPanel, maps.bias,
+               tile * kTileKeys + panel * 64, work.first_row, static_cast<int>(entry_of(work.head, bias.head_divisor)),
+               bias.batches == 1 ? 0 : work.batch, full);
+    }
+  }
+
+  // By one warp: the bias of a tile's keys, as fp32.
+  __device__ void produce_key_bias() {
+    constexpr int kShare = (kTileKeys + 31) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    WorkTaker taker(shared.ring);
+    Position<kValueStages> at;
+    while (true) {
+      const Work& work = taker.take();
+      if (work.kind == Work::kNone) return;
+      const std::int64_t first = offset_of(params.bias, work.batch, work.head);
+      for (int tile = tile_count(work) - 1; tile >= 0; --tile) {
+        float share[kShare];
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+          const int key = tile * kTileKeys + 32 * i + lane;
+          share[i] = key < work.existing ? load_bias<Element>(params.bias, first + key * params.bias.key_stride) : 0.0f;
+        }
+        wait(shared_address(&shared.biases.empty[at.stage]), at.parity ^ 1);
+        const std::uint32_t target = biases + at.stage * static_cast<std::uint32_t>(Config::kBiasBytes);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+          const int column = 32 * i + lane;
+          if (column < kTileKeys) store_shared(target + 4 * column, __float_as_uint(share[i]));
+        }
+        __syncwarp();
+        if (lane == 0) arrive(shared_address(&shared.biases.full[at.stage]));
+        at.advance();
+      }
+      taker.release();
     }
   }
 
@@ -244,22 +304,23 @@ struct ForwardBlock {
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kMakesScores>
-__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlanned>::kThreads, 1)
+template <typename Element, int kHeadDim, bool kPlanned, Scoring kScoring>
+__global__ void __launch_bounds__(ForwardBlock<Element, kHeadDim, kPlanned, kScoring>::Config::kThreads, 1)
     forward_kernel(const __grid_constant__ Sm90ForwardParams params, const __grid_constant__ ForwardMaps maps) {
-  using Config = ForwardConfig<kHeadDim, kPlanned>;
+  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kScoring>;
+  using Config = typename Block::Config;
   extern __shared__ __align__(1024) unsigned char memory[];
-  ForwardBlock<Element, kHeadDim, kPlanned, kMakesScores> block(params, maps, memory);
+  Block block(params, maps, memory);
   block.init();
   if (threadIdx.x < kWarpGroup) {
     give_registers_up<Config::kProducerRegisters>();
-    ForwardBlock<Element, kHeadDim, kPlanned, kMakesScores>(params, maps, at_kept_address(memory)).produce();
+    Block(params, maps, at_kept_address(memory)).produce();
   } else if (threadIdx.x < Config::kProducers * kWarpGroup) {
     give_registers_up<Config::kValueProducerRegisters>();
-    ForwardBlock<Element, kHeadDim, kPlanned, kMakesScores>(params, maps, at_kept_address(memory)).produce();
+    Block(params, maps, at_kept_address(memory)).produce();
   } else {
     take_registers<Config::kConsumerRegisters>();
-    ForwardConsumer<decltype(block)>(block).run();
+    ForwardConsumer<Block>(block).run();
   }
 }
 

@@ -7,27 +7,49 @@ namespace flash_dmattn::internal::cuda::sm90 {
 
 constexpr int kConsumerRows = 64;
 
+// What becomes of products before the softmax.
+enum class Scoring {
+  kNone,       // nothing: the softmax's multiplier has the scale
+  kScaled,     // the scale and, in a plan, a bias that is the same for every row
+  kKeyBiased,  // the scale and a bias that is the same for every row; not in a plan, whose facts have it
+  kRowBiased,  // the scale and a bias that differs by row, which comes tile by tile, as keys do; not in a plan
+  kAny,        // a softcap, and any bias: one that differs by row is read entry by entry
+};
+
+// Wider heads leave no registers for Scoring::kAny.
+constexpr int kMostAnyHeadDim = 128;
+
 // One or two warp groups bring tiles of keys and values, the others compute: each owns kConsumerRows query rows.
-template <int kHeadDimBucket, bool kPlanned>
+template <int kHeadDimBucket, bool kPlanned, Scoring kScoring>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
+  // Whether a bias comes tile by tile in stages of its own: boxes of it, or what is the same for every row.
+  static constexpr bool kRowBiased = kScoring == Scoring::kRowBiased;
+  static constexpr bool kStagesKeyBias = !kPlanned && (kScoring == Scoring::kKeyBiased || kScoring == Scoring::kAny);
   // Three hide each other's waits better than two with larger tiles. Rows of a plan's block lie in one chunk, which
-  // three times 64 do not divide; above 128 columns there are no registers for three.
-  static constexpr int kConsumers = kHeadDim <= 128 && !kPlanned ? 3 : 2;  // warp groups
+  // three times 64 do not divide; above 128 columns, and for scores of any kind, there are no registers for three.
+  static constexpr int kConsumers = kHeadDim <= 128 && !kPlanned && kScoring != Scoring::kAny ? 3 : 2;  // warp groups
   static constexpr int kTileRows = kConsumerRows * kConsumers;
   // In a plan whole tiles of that. Else as many as registers allow: a thread has kTileKeys / 2 scores, half as many
-  // registers of probabilities, and kHeadDim / 2 sums.
-  static constexpr int kTileKeys = kPlanned          ? (kHeadDim <= 128 ? 128 : 64)
-                                   : kHeadDim == 64  ? 128
-                                   : kHeadDim == 96  ? 112
-                                   : kHeadDim == 128 ? 80
-                                   : kHeadDim == 192 ? 112
-                                                     : 80;
+  // registers of probabilities, and kHeadDim / 2 sums; and that a bias by row, which comes in panels of 64, leaves
+  // shared memory for.
+  static constexpr int tile_keys() {
+    if (kScoring == Scoring::kAny) return 64;
+    if (kPlanned) return kHeadDim <= 128 ? 128 : 64;
+    if (kRowBiased) return 64;
+    if (kHeadDim == 64) return 128;
+    constexpr bool kFew = kScoring == Scoring::kKeyBiased;
+    if (kHeadDim == 96) return kFew ? 96 : 112;
+    if (kHeadDim == 192) return 112;
+    return kHeadDim == 256 && kFew ? 64 : 80;
+  }
+  static constexpr int kTileKeys = tile_keys();
   static constexpr int kValueStages = kPlanned                             ? (kHeadDim == 64    ? 4
                                                                               : kHeadDim == 192 ? 3
                                                                                                 : 2)
                                       : kTileKeys < 128 && kHeadDim <= 128 ? 3
                                                                            : 2;
+  static constexpr int kBiasStages = kRowBiased || kStagesKeyBias ? kValueStages : 0;
   static constexpr int kKeyStages = kPlanned && kHeadDim <= 128 ? kValueStages + 1 : kValueStages;
   // In a plan: of what consumers know of keys. When the producer writes that of stage n, keys of stage n - 1 -
   // kKeyStages have been read, and so all that is known of the stages before n - 2 - kKeyStages; one to spare.
@@ -51,7 +73,7 @@ struct ForwardConfig {
   // Whether the warp groups take turns at the tensor cores, so that one multiplies while another exponentiates.
   static constexpr bool kTakesTurns = kHeadDim <= 128;
   // Whether the first scores of a work are computed while the one before ends. Takes registers.
-  static constexpr bool kChainsWorks = kPlanned && kHeadDim <= 192;
+  static constexpr bool kChainsWorks = kPlanned && kHeadDim <= 192 && kScoring != Scoring::kAny;
   // Whether sums are rescaled only where they must be (softmax.cuh). Pays where tiles are narrow.
   static constexpr bool kRescalesSeldom = kConsumers == 3 && kTileKeys < 128;
 
@@ -59,7 +81,11 @@ struct ForwardConfig {
   static constexpr int kPanels = (kHeadDim + 63) / 64;
   static constexpr std::size_t kQueryBytes = std::size_t{kPanels} * kTileRows * 128;
   static constexpr std::size_t kTileBytes = std::size_t{kPanels} * kTileKeys * 128;
-  static constexpr std::size_t kTilesBytes = kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
+  static constexpr int kBiasPanels = kTileKeys / 64;
+  static constexpr std::size_t kBiasBytes =
+      kRowBiased ? std::size_t{kBiasPanels} * kTileRows * 128 : kTileKeys * sizeof(float);
+  static constexpr std::size_t kTilesBytes =
+      kQueryBytes + (kKeyStages + kValueStages) * kTileBytes + kBiasStages * kBiasBytes;
 };
 
 }  // namespace flash_dmattn::internal::cuda::sm90

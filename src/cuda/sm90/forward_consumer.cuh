@@ -15,6 +15,7 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/work_queue.cuh"
 
@@ -25,7 +26,7 @@ struct ForwardConsumer {
   using Config = typename Block::Config;
   using Element = typename Block::Element;
   using Facts = typename Block::Facts;
-  static constexpr bool kPlanned = Block::kPlanned, kMakesScores = Block::kMakesScores;
+  static constexpr bool kPlanned = Block::kPlanned;
   static constexpr int kTileKeys = Config::kTileKeys, kConsumers = Config::kConsumers;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
   static constexpr int kHeadDim = Config::kHeadDim;
@@ -37,12 +38,13 @@ struct ForwardConsumer {
   WorkTaker taker;
   Position<kKeyStages> key_at;
   Position<kValueStages> value_at;
+  Position<Config::kBiasStages == 0 ? 1 : Config::kBiasStages> bias_at;
   float scores[1][kKeyNTiles][4];
   float sums[1][kDimNTiles][4];
   float row_max[2], row_sum[2];
-  // The walk over tiles. Dense: the tile, from the last to the first. In a plan: the slot of the stage's facts, and
-  // its marks.
-  int tile, slot;
+  // The walk over tiles. Dense: the tile, from the last to the first, and how many all rows see in full. In a plan: the
+  // slot of the stage's facts, and its marks.
+  int tile, full_tiles, slot;
   std::uint32_t marks;
 
   __device__ explicit ForwardConsumer(Block& block)
@@ -180,25 +182,98 @@ struct ForwardConsumer {
 
   // By causal rule and length.
   __device__ void hide_dense() {
-    const ForwardParams& params = block.params;
-    const int existing = work().existing;
-    if ((tile + 1) * kTileKeys <= causal_limit(params.visibility, existing, work().first_row)) return;
+    if (tile < full_tiles) return;
     hide_past_limits(
-        scores, [&](int i) { return causal_limit(params.visibility, existing, row_of(i)) - tile * kTileKeys; },
+        scores,
+        [&](int i) { return causal_limit(block.params.visibility, work().existing, row_of(i)) - tile * kTileKeys; },
         [&](int n) { return column_of(n); }, -INFINITY);
   }
 
-  // Makes scores of products: scale, and in a plan a bias that is the same for every row.
+  // Makes scores of products.
   __device__ void make_scores() {
-    if constexpr (kMakesScores) {
-      const float scale = block.params.score.outer_scale;
+    constexpr Scoring kScoring = Block::kScoring;
+    const float scale = block.params.score.outer_scale;
+    if constexpr (kScoring == Scoring::kRowBiased) {
+      add_row_bias();
+    } else if constexpr (kScoring == Scoring::kKeyBiased) {
+      add_staged_key_bias();
+    } else if constexpr (kScoring == Scoring::kAny) {
+      make_any_scores();
+    } else if constexpr (kScoring == Scoring::kScaled) {
       if (kPlanned && block.params.bias.defined()) {
-        add_key_bias(scale, scores,
-                     [&](int n) { return *reinterpret_cast<const float2*>(facts().bias + column_of(n)); });
+        add_key_bias(scale, scores, [&](int n) { return bias_fact(n); });
       } else {
         scale_by(scale, scores);
       }
     }
+  }
+
+  __device__ void make_any_scores() {
+    const ScoreRule& rule = block.params.score;
+    const BroadcastView& bias = block.params.bias;
+    if (bias.rows > 1) {
+      scale_products(rule, scores);
+      cuda::add_row_bias<Element>(
+          bias, offset_of(bias, work().batch, block.head_of(work(), group)), block.params.rows, scores,
+          [&](int i) { return row_of(i); },
+          [&](int n, int pair) {
+            const int column = column_of(n) + pair;
+            if constexpr (kPlanned) return facts().key[column];
+            const int key = tile * kTileKeys + column;
+            return key < work().existing ? key : -1;
+          });
+      return;
+    }
+    cap_products(rule, scores);
+    if (!bias.defined()) return scale_by(rule.outer_scale, scores);
+    if constexpr (kPlanned) {
+      add_key_bias(rule.outer_scale, scores, [&](int n) { return bias_fact(n); });
+    } else {
+      add_staged_key_bias();
+    }
+  }
+
+  // The bias of a column's key and of the next one's.
+  __device__ float2 bias_fact(int n) const { return *reinterpret_cast<const float2*>(facts().bias + column_of(n)); }
+
+  __device__ std::uint32_t bias_stage() const {
+    return block.biases + bias_at.stage * static_cast<std::uint32_t>(Config::kBiasBytes);
+  }
+  __device__ void wait_for_bias() const {
+    wait(shared_address(&block.shared.biases.full[bias_at.stage]), bias_at.parity);
+  }
+  __device__ void release_bias() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(shared_address(&block.shared.biases.empty[bias_at.stage]));
+    bias_at.advance();
+  }
+
+  __device__ void add_staged_key_bias() {
+    wait_for_bias();
+    const std::uint32_t own = bias_stage() + 4 * column_of(0);
+    add_key_bias(block.params.score.outer_scale, scores, [&](int n) { return load_shared_float2(own + 32 * n); });
+    release_bias();
+  }
+
+  // With the roundings of scale_products and of add_row_bias (scores.cuh).
+  __device__ void add_row_bias() {
+    const float scale = block.params.score.scale;
+    wait_for_bias();
+    const int lane = thread() % 32;
+    const std::uint32_t own = bias_stage() + (kConsumerRows * group + warp_row() + lane / 4) * 128 + lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int n = 0; n < kKeyNTiles; ++n) {
+        // Pieces of eight columns are swizzled by the row, whose number modulo 8 is lane / 4.
+        const std::uint32_t pair =
+            load_shared(own + n / 8 * Block::kQueryPanel + i * 8 * 128 + ((n % 8) ^ (lane / 4)) * 16);
+        const float2 bias = unpack<Element>(pair);
+        float* score = pair_at(scores, i, n);
+        score[0] = __fadd_rn(__fmul_rn(score[0], scale), bias.x);
+        score[1] = __fadd_rn(__fmul_rn(score[1], scale), bias.y);
+      }
+    release_bias();
   }
 
   // At the tensor cores, so that one consumer multiplies while another exponentiates.
@@ -219,7 +294,12 @@ struct ForwardConsumer {
       if (kind == Work::kNone) return;
       begin();
       wait_for_queries(taker.slot());
-      const int tiles = kPlanned ? 0 : static_cast<int>(__reduce_max_sync(~0u, block.tile_count(work())));
+      int tiles = 0;
+      if constexpr (!kPlanned) {
+        const int limit = causal_limit(block.params.visibility, work().existing, block.first_row_of(work(), group));
+        tiles = __reduce_max_sync(~0u, block.tile_count(work()));
+        full_tiles = __reduce_max_sync(~0u, limit / kTileKeys);
+      }
       if (kind == Work::kUsual) {
         run_over_tiles(tiles);
         finish();
@@ -236,6 +316,7 @@ struct ForwardConsumer {
     // product (10 % of the forward): here by a reduction, and then by a loop that all lanes leave together.
     key_at.stage = __reduce_max_sync(~0u, key_at.stage);
     value_at.stage = __reduce_max_sync(~0u, value_at.stage);
+    if constexpr (Config::kBiasStages > 0) bias_at.stage = __reduce_max_sync(~0u, bias_at.stage);
     clear(sums);
 #pragma unroll
     for (int i = 0; i < 2; ++i) row_max[i] = -INFINITY, row_sum[i] = 0;

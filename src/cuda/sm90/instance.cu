@@ -9,10 +9,10 @@
 namespace flash_dmattn::internal::cuda::sm90 {
 namespace {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kMakesScores>
+template <typename Element, int kHeadDim, bool kPlanned, Scoring kScoring>
 cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const ForwardMaps& maps, cudaStream_t stream) {
-  using Config = ForwardConfig<kHeadDim, kPlanned>;
-  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kMakesScores>;
+  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kScoring>;
+  using Config = typename Block::Config;
   const int tile_rows = params.pairs_heads ? Config::kTileRows / 2 : Config::kTileRows;
   const int heads = params.pairs_heads ? params.heads / 2 : params.heads;
   const std::int64_t row_tiles = (params.rows + tile_rows - 1) / tile_rows;
@@ -36,7 +36,7 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
     const cudaError_t error = cudaMemsetAsync(ordered.order.taken, 0, sizeof(*ordered.order.taken), stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kMakesScores>,
+  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kScoring>,
                        stays ? std::min<std::int64_t>(blocks, params.processors) : blocks, Config::kThreads,
                        Block::kSharedBytes, stream, ordered, maps);
 }
@@ -46,11 +46,9 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
 template <typename Element, int kHeadDim>
 cudaError_t launch_forward(const Sm90ForwardParams& params, const ForwardMaps& maps, bool planned,
                            cudaStream_t stream) {
-  const auto launch = [&]<bool kPlanned>() {
-    return params.score.transforms ? launch_forward_kernel<Element, kHeadDim, kPlanned, true>(params, maps, stream)
-                                   : launch_forward_kernel<Element, kHeadDim, kPlanned, false>(params, maps, stream);
-  };
-  return planned ? launch.template operator()<true>() : launch.template operator()<false>();
+  return by_kernel<kHeadDim>(params, planned, [&]<bool kPlanned, Scoring kScoring>() {
+    return launch_forward_kernel<Element, kHeadDim, kPlanned, kScoring>(params, maps, stream);
+  });
 }
 
 template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const Sm90ForwardParams&,

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/attention/params.h"
+#include "cuda/sm90/forward_config.h"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
@@ -12,15 +13,37 @@ namespace flash_dmattn::internal::cuda::sm90 {
 // there is one).
 struct ForwardMaps {
   CUtensorMap query, key, value;
+  CUtensorMap bias;  // if it differs by row: boxes of a work tile's rows, and of 64 keys
 };
 
 struct Sm90ForwardParams : ForwardParams {
   // In a plan: a block's two consumers own the same rows of two neighbouring heads, which see the same, instead of
   // neighbouring rows of one.
   bool pairs_heads = false;
+  bool boxes_of_bias = false;         // the bias differs by row, and ForwardMaps has it
   std::int32_t works = 0;             // work tiles of the launch, which its blocks share
   std::int32_t* next_huge = nullptr;  // scratch of so many (work_queue.cuh)
 };
+
+// Calls function<kPlanned, kScoring>() of the kernel for the call.
+template <int kHeadDim, typename Function>
+auto by_kernel(const Sm90ForwardParams& params, bool planned, Function function) {
+  const bool row_biased = params.bias.defined() && params.bias.rows > 1;
+  if constexpr (kHeadDim <= kMostAnyHeadDim) {
+    if (params.score.softcap != 0 || (row_biased && !params.boxes_of_bias)) {
+      return planned ? function.template operator()<true, Scoring::kAny>()
+                     : function.template operator()<false, Scoring::kAny>();
+    }
+  }
+  if (planned) {
+    return params.score.transforms ? function.template operator()<true, Scoring::kScaled>()
+                                   : function.template operator()<true, Scoring::kNone>();
+  }
+  return row_biased                ? function.template operator()<false, Scoring::kRowBiased>()
+         : params.bias.defined()   ? function.template operator()<false, Scoring::kKeyBiased>()
+         : params.score.transforms ? function.template operator()<false, Scoring::kScaled>()
+                                   : function.template operator()<false, Scoring::kNone>();
+}
 
 // One unit of compilation for each element type and bucket (instance.cu).
 template <typename Element, int kHeadDim>

@@ -18,6 +18,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/work_queue.cuh"
 
@@ -54,15 +55,7 @@ struct PlannedSources {
   int tiles;
 };
 
-// As in BroadcastView and DevicePlan, with a division that is fast on a GPU; some kernels of sm80 have no registers for
-// it.
-__device__ inline std::uint32_t entry_of(int head, std::int64_t head_divisor) {
-  return static_cast<std::uint32_t>(head) / static_cast<std::uint32_t>(head_divisor);
-}
-template <typename View>
-__device__ inline std::int64_t offset_of(const View& view, int batch, int head) {
-  return batch * view.batch_stride + entry_of(head, view.head_divisor) * view.head_stride;
-}
+// As DevicePlan::first_chunk, with a division that is fast on a GPU.
 __device__ inline std::int64_t chunk_of(const DevicePlan& plan, int batch, int head, int row) {
   const std::int64_t entry =
       std::int64_t{plan.per_batch ? batch : 0} * plan.plan_heads + entry_of(head, plan.head_divisor);
@@ -93,8 +86,10 @@ __device__ inline void find_sources(const AttentionParams& params, int batch, in
     const std::int64_t first_key = offset_of(packed, batch, head) + first_row / kChunkRows * packed.chunk_stride;
     sources->packed_words = packed.words + first_key * kChunkWords + first_row % kChunkRows / kWordRows;
   }
-  sources->key_bias = params.bias.dtype == DType::kFloat32 ? static_cast<const void*>(at(params.bias, float()))
-                                                           : at(params.bias, Element());
+  // One that differs by row is left to consumers.
+  sources->key_bias = params.bias.rows > 1                   ? nullptr
+                      : params.bias.dtype == DType::kFloat32 ? static_cast<const void*>(at(params.bias, float()))
+                                                             : at(params.bias, Element());
   sources->keys = rows_of(params.key, batch, head / params.group, 0).base;
   sources->values = rows_of(params.value, batch, head / params.group, 0).base;
   sources->key_stride = static_cast<std::int32_t>(params.key.token_stride) * 2;
