@@ -70,7 +70,7 @@ bool pairs_heads(const AttentionProblem& problem, const DevicePlan& plan) {
 
 template <int kHeadDim, bool kPlanned, sm90::Scoring kScoring>
 CUresult make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
-  using Config = sm90::ForwardConfig<kHeadDim, kPlanned, kScoring>;
+  using Config = sm90::ForwardConfig<kHeadDim, kHeadDim, kPlanned, kScoring>;
   constexpr int kTileKeys = kPlanned ? kPlanTileKeys : Config::kTileKeys;
   const auto make = [&](const TokenView& tokens, std::int64_t count, std::int64_t heads, int rows, CUtensorMap* map) {
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, count, heads, problem.head_dim, rows, map);
@@ -106,11 +106,11 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
       if constexpr (kHeadDim >= kLeastBucket) {
         sm90::ForwardMaps maps;
         const CUresult made =
-            sm90::by_kernel<kHeadDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
+            sm90::by_kernel<kHeadDim, kHeadDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
               return make_maps<kHeadDim, kPlanned, kScoring>(problem, &maps);
             });
         if (made != CUDA_SUCCESS) return cudaErrorInvalidValue;
-        return sm90::launch_forward<Element, kHeadDim>(params, maps, prepared.planned, stream);
+        return sm90::launch_forward<Element, kHeadDim, kHeadDim>(params, maps, prepared.planned, stream);
       } else {
         return cudaErrorInvalidValue;  // takes() declines
       }

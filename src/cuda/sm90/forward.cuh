@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/block_order.cuh"
 #include "cuda/attention/params.h"
@@ -30,13 +31,13 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-template <typename ElementType, int kHeadDim, bool kIsPlanned, Scoring kItsScoring>
+template <typename ElementType, int kHeadDim, int kValueDim, bool kIsPlanned, Scoring kItsScoring>
 struct ForwardBlock {
   using Element = ElementType;
   static constexpr bool kPlanned = kIsPlanned;
   static constexpr Scoring kScoring = kItsScoring;
   static_assert(!kPlanned || (kScoring != Scoring::kKeyBiased && kScoring != Scoring::kRowBiased));
-  using Config = ForwardConfig<kHeadDim, kPlanned, kScoring>;
+  using Config = ForwardConfig<kHeadDim, kValueDim, kPlanned, kScoring>;
   static constexpr bool kRowBiased = Config::kRowBiased, kStagesKeyBias = Config::kStagesKeyBias;
   static constexpr int kTileKeys = Config::kTileKeys, kConsumers = Config::kConsumers;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
@@ -68,8 +69,8 @@ struct ForwardBlock {
         maps(maps),
         queries(shared_address(memory)),
         keys(queries + static_cast<std::uint32_t>(Config::kQueryBytes)),
-        values(keys + static_cast<std::uint32_t>(kKeyStages * Config::kTileBytes)),
-        biases(values + static_cast<std::uint32_t>(kValueStages * Config::kTileBytes)),
+        values(keys + static_cast<std::uint32_t>(kKeyStages * Config::kKeyBytes)),
+        biases(values + static_cast<std::uint32_t>(kValueStages * Config::kValueBytes)),
         shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes)),
         planned(*reinterpret_cast<Planned*>(memory + kPlannedOffset)) {}
 
@@ -167,7 +168,7 @@ struct ForwardBlock {
       wait(shared_address(&shared.queries.empty[consumer]), query_parity(work_slot) ^ 1);
       arrive_expecting(full, Config::kQueryBytes / kConsumers);
 #pragma unroll
-      for (int panel = 0; panel < Config::kPanels; ++panel) {
+      for (int panel = 0; panel < Config::kKeyPanels; ++panel) {
         load_box(queries + panel * kQueryPanel + consumer * kConsumerRows * 128, maps.query, panel * 64,
                  first_row_of(work, consumer), head_of(work, consumer), work.batch, full);
       }
@@ -202,19 +203,20 @@ struct ForwardBlock {
       if (work.kind == Work::kNone) return;
       load_queries(work, slot);
       for (int tile = tile_count(work) - 1; tile >= 0; --tile) {
-        const auto load = [&](auto& pipeline, std::uint32_t target, const CUtensorMap& map) {
+        const auto load = [&]<int kPanels>(std::integral_constant<int, kPanels>, auto& pipeline, std::uint32_t target,
+                                           const CUtensorMap& map) {
           const std::uint32_t full = shared_address(&pipeline.full[at.stage]);
           wait(shared_address(&pipeline.empty[at.stage]), at.parity ^ 1);
-          arrive_expecting(full, Config::kTileBytes);
+          arrive_expecting(full, kPanels * kTilePanel);
 #pragma unroll
-          for (int panel = 0; panel < Config::kPanels; ++panel) {
-            load_box(target + at.stage * static_cast<std::uint32_t>(Config::kTileBytes) + panel * kTilePanel, map,
-                     panel * 64, tile * kTileKeys, work.key_head, work.batch, full);
+          for (int panel = 0; panel < kPanels; ++panel) {
+            load_box(target + (at.stage * kPanels + panel) * kTilePanel, map, panel * 64, tile * kTileKeys,
+                     work.key_head, work.batch, full);
           }
         };
-        load(shared.keys, keys, maps.key);
+        load(std::integral_constant<int, Config::kKeyPanels>(), shared.keys, keys, maps.key);
         if constexpr (kRowBiased) load_biases(work, tile, at);
-        load(shared.values, values, maps.value);
+        load(std::integral_constant<int, Config::kValuePanels>(), shared.values, values, maps.value);
         at.advance();
       }
     }
@@ -304,10 +306,10 @@ struct ForwardBlock {
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned, Scoring kScoring>
-__global__ void __launch_bounds__(ForwardBlock<Element, kHeadDim, kPlanned, kScoring>::Config::kThreads, 1)
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, Scoring kScoring>
+__global__ void __launch_bounds__(ForwardBlock<Element, kHeadDim, kValueDim, kPlanned, kScoring>::Config::kThreads, 1)
     forward_kernel(const __grid_constant__ Sm90ForwardParams params, const __grid_constant__ ForwardMaps maps) {
-  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kScoring>;
+  using Block = ForwardBlock<Element, kHeadDim, kValueDim, kPlanned, kScoring>;
   using Config = typename Block::Config;
   extern __shared__ __align__(1024) unsigned char memory[];
   Block block(params, maps, memory);

@@ -20,9 +20,10 @@ enum class Scoring {
 constexpr int kMostAnyHeadDim = 128;
 
 // One or two warp groups bring tiles of keys and values, the others compute: each owns kConsumerRows query rows.
-template <int kHeadDimBucket, bool kPlanned, Scoring kScoring>
+// Heads of keys and of values differ in some models; both are rounded up to a bucket.
+template <int kHeadDimBucket, int kValueDimBucket, bool kPlanned, Scoring kScoring>
 struct ForwardConfig {
-  static constexpr int kHeadDim = kHeadDimBucket;
+  static constexpr int kHeadDim = kHeadDimBucket, kValueDim = kValueDimBucket;
   // Whether a bias comes tile by tile in stages of its own: boxes of it, or what is the same for every row.
   static constexpr bool kRowBiased = kScoring == Scoring::kRowBiased;
   static constexpr bool kStagesKeyBias = !kPlanned && (kScoring == Scoring::kKeyBiased || kScoring == Scoring::kAny);
@@ -31,7 +32,7 @@ struct ForwardConfig {
   static constexpr int kConsumers = kHeadDim <= 128 && !kPlanned && kScoring != Scoring::kAny ? 3 : 2;  // warp groups
   static constexpr int kTileRows = kConsumerRows * kConsumers;
   // In a plan whole tiles of that. Else as many as registers allow: a thread has kTileKeys / 2 scores, half as many
-  // registers of probabilities, and kHeadDim / 2 sums; and that a bias by row, which comes in panels of 64, leaves
+  // registers of probabilities, and kValueDim / 2 sums; and that a bias by row, which comes in panels of 64, leaves
   // shared memory for.
   static constexpr int tile_keys() {
     if (kScoring == Scoring::kAny) return 64;
@@ -78,14 +79,16 @@ struct ForwardConfig {
   static constexpr bool kRescalesSeldom = kConsumers == 3 && kTileKeys < 128;
 
   // Shared memory: panels of 64 columns, 128 bytes a row.
-  static constexpr int kPanels = (kHeadDim + 63) / 64;
-  static constexpr std::size_t kQueryBytes = std::size_t{kPanels} * kTileRows * 128;
-  static constexpr std::size_t kTileBytes = std::size_t{kPanels} * kTileKeys * 128;
+  static constexpr int panels(int columns) { return (columns + 63) / 64; }
+  static constexpr int kKeyPanels = panels(kHeadDim), kValuePanels = panels(kValueDim);
+  static constexpr std::size_t kQueryBytes = std::size_t{kKeyPanels} * kTileRows * 128;
+  static constexpr std::size_t kKeyBytes = std::size_t{kKeyPanels} * kTileKeys * 128;
+  static constexpr std::size_t kValueBytes = std::size_t{kValuePanels} * kTileKeys * 128;
   static constexpr int kBiasPanels = kTileKeys / 64;
   static constexpr std::size_t kBiasBytes =
       kRowBiased ? std::size_t{kBiasPanels} * kTileRows * 128 : kTileKeys * sizeof(float);
   static constexpr std::size_t kTilesBytes =
-      kQueryBytes + (kKeyStages + kValueStages) * kTileBytes + kBiasStages * kBiasBytes;
+      kQueryBytes + kKeyStages * kKeyBytes + kValueStages * kValueBytes + kBiasStages * kBiasBytes;
 };
 
 }  // namespace flash_dmattn::internal::cuda::sm90

@@ -30,7 +30,7 @@ struct ForwardConsumer {
   static constexpr int kTileKeys = Config::kTileKeys, kConsumers = Config::kConsumers;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
   static constexpr int kHeadDim = Config::kHeadDim;
-  static constexpr int kKeyNTiles = kTileKeys / 8, kDimNTiles = kHeadDim / 8;
+  static constexpr int kKeyNTiles = kTileKeys / 8, kDimNTiles = Config::kValueDim / 8;
   static constexpr std::uint32_t kQueryPanel = Block::kQueryPanel, kTilePanel = Block::kTilePanel;
 
   Block& block;
@@ -58,7 +58,7 @@ struct ForwardConsumer {
   // Of the problem, and of a tile of keys (fragments.cuh).
   __device__ static int thread() {
     const int thread = static_cast<int>(threadIdx.x);
-    return kPlanned && kHeadDim > 192 ? recomputed(thread) : thread;  // all registers are taken
+    return kPlanned && Config::kValueDim > 192 ? recomputed(thread) : thread;  // all registers are taken
   }
   __device__ int warp_row() const { return thread() / 32 % 4 * 16; }
   __device__ int row_of(int i) const {
@@ -87,7 +87,7 @@ struct ForwardConsumer {
     wait_full(block.shared.keys, key_at);
     const std::uint64_t a = matrix_descriptor(block.queries + group * 64 * 128, 16, 1024);
     const std::uint64_t b =
-        matrix_descriptor(block.keys + key_at.stage * static_cast<std::uint32_t>(Config::kTileBytes), 16, 1024);
+        matrix_descriptor(block.keys + key_at.stage * static_cast<std::uint32_t>(Config::kKeyBytes), 16, 1024);
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kHeadDim / 16; ++depth) {
@@ -101,7 +101,7 @@ struct ForwardConsumer {
   __device__ void add_values(const std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
     wait_full(block.shared.values, value_at);
     const std::uint64_t b = matrix_descriptor(
-        block.values + value_at.stage * static_cast<std::uint32_t>(Config::kTileBytes), kTilePanel, 1024);
+        block.values + value_at.stage * static_cast<std::uint32_t>(Config::kValueBytes), kTilePanel, 1024);
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kTileKeys / 16; ++depth) {
@@ -126,8 +126,8 @@ struct ForwardConsumer {
     const int existing = work().existing, first_key = tile * kTileKeys;
     if (kPlanned || existing == block.params.keys || existing >= first_key + kTileKeys) return;
     wait(shared_address(&block.shared.values.full[value_at.stage]), value_at.parity);
-    const std::uint32_t tile_values = block.values + value_at.stage * static_cast<std::uint32_t>(Config::kTileBytes);
-    constexpr int kPieces = Config::kPanels * 8;
+    const std::uint32_t tile_values = block.values + value_at.stage * static_cast<std::uint32_t>(Config::kValueBytes);
+    constexpr int kPieces = Config::kValuePanels * 8;
     for (int index = static_cast<int>(threadIdx.x) - kWarpGroup; index < (first_key + kTileKeys - existing) * kPieces;
          index += kConsumers * kWarpGroup) {
       const int row = existing - first_key + index / kPieces, piece = index % kPieces;

@@ -1,4 +1,4 @@
-// The sm90 forward for one element type and bucket of head dims: cmake/cuda.cmake compiles this file once for each.
+// The sm90 forward for one element type and bucket of head dims, which keys and values share: cmake/cuda.cmake compiles this file once for each.
 #include <algorithm>
 #include <climits>
 
@@ -9,9 +9,9 @@
 namespace flash_dmattn::internal::cuda::sm90 {
 namespace {
 
-template <typename Element, int kHeadDim, bool kPlanned, Scoring kScoring>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, Scoring kScoring>
 cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const ForwardMaps& maps, cudaStream_t stream) {
-  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kScoring>;
+  using Block = ForwardBlock<Element, kHeadDim, kValueDim, kPlanned, kScoring>;
   using Config = typename Block::Config;
   const int tile_rows = params.pairs_heads ? Config::kTileRows / 2 : Config::kTileRows;
   const int heads = params.pairs_heads ? params.heads / 2 : params.heads;
@@ -36,23 +36,22 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
     const cudaError_t error = cudaMemsetAsync(ordered.order.taken, 0, sizeof(*ordered.order.taken), stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kScoring>,
+  return launch_blocks(forward_kernel<Element, kHeadDim, kValueDim, kPlanned, kScoring>,
                        stays ? std::min<std::int64_t>(blocks, params.processors) : blocks, Config::kThreads,
                        Block::kSharedBytes, stream, ordered, maps);
 }
 
 }  // namespace
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_forward(const Sm90ForwardParams& params, const ForwardMaps& maps, bool planned,
                            cudaStream_t stream) {
-  return by_kernel<kHeadDim>(params, planned, [&]<bool kPlanned, Scoring kScoring>() {
-    return launch_forward_kernel<Element, kHeadDim, kPlanned, kScoring>(params, maps, stream);
+  return by_kernel<kHeadDim, kValueDim>(params, planned, [&]<bool kPlanned, Scoring kScoring>() {
+    return launch_forward_kernel<Element, kHeadDim, kValueDim, kPlanned, kScoring>(params, maps, stream);
   });
 }
 
-template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const Sm90ForwardParams&,
-                                                                                 const ForwardMaps&, bool,
-                                                                                 cudaStream_t);
+template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM>(
+    const Sm90ForwardParams&, const ForwardMaps&, bool, cudaStream_t);
 
 }  // namespace flash_dmattn::internal::cuda::sm90

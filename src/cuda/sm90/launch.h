@@ -26,10 +26,10 @@ struct Sm90ForwardParams : ForwardParams {
 };
 
 // Calls function<kPlanned, kScoring>() of the kernel for the call.
-template <int kHeadDim, typename Function>
+template <int kHeadDim, int kValueDim, typename Function>
 auto by_kernel(const Sm90ForwardParams& params, bool planned, Function function) {
   const bool row_biased = params.bias.defined() && params.bias.rows > 1;
-  if constexpr (kHeadDim <= kMostAnyHeadDim) {
+  if constexpr (kHeadDim <= kMostAnyHeadDim && kValueDim <= kMostAnyHeadDim) {
     if (params.score.softcap != 0 || (row_biased && !params.boxes_of_bias)) {
       return planned ? function.template operator()<true, Scoring::kAny>()
                      : function.template operator()<false, Scoring::kAny>();
@@ -45,8 +45,8 @@ auto by_kernel(const Sm90ForwardParams& params, bool planned, Function function)
                                    : function.template operator()<false, Scoring::kNone>();
 }
 
-// One unit of compilation for each element type and bucket (instance.cu).
-template <typename Element, int kHeadDim>
+// One unit of compilation for each element type and pair of buckets (instance.cu).
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_forward(const Sm90ForwardParams& params, const ForwardMaps& maps, bool planned, cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda::sm90

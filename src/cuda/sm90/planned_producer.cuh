@@ -155,8 +155,8 @@ class TileQueue {
   int begin_ = 0, end_ = 0;  // of the queue; modulo kRing in the ring
 };
 
-// What both producers do: each thread copies pieces of rows to a stage. Config: ForwardConfig.
-template <typename Config, int kStages>
+// What both producers do: each thread copies pieces of rows of kColumns columns to a stage. Config: ForwardConfig.
+template <typename Config, int kColumns, int kStages>
 class StageCopier {
  public:
   static constexpr int kTileKeys = Config::kTileKeys;
@@ -179,13 +179,13 @@ class StageCopier {
     const std::int32_t box = facts.box[warp_];
     wait(shared_address(&pipeline_.empty[at_.stage]), at_.parity ^ 1);
     const std::uint32_t target =
-        stages_ + at_.stage * static_cast<std::uint32_t>(Config::kTileBytes) + warp_ * kWarpKeys * 128;
+        stages_ + at_.stage * (kPanels * kPanelBytes) + warp_ * kWarpKeys * 128;
     if (box < 0) {
       gather(facts.key + warp_ * kWarpKeys, target);
     } else if (warp_ * kWarpKeys % kPlanTileKeys == 0 && lane_ == 0) {  // the tile's first warp, for the whole tile
-      expect_bytes(full, Config::kPanels * kPlanTileKeys * 128);
+      expect_bytes(full, kPanels * kPlanTileKeys * 128);
 #pragma unroll
-      for (int panel = 0; panel < Config::kPanels; ++panel) {
+      for (int panel = 0; panel < kPanels; ++panel) {
         load_box(target + panel * kPanelBytes, map_, panel * 64, box, work.key_head, work.batch, full);
       }
     }
@@ -196,6 +196,7 @@ class StageCopier {
   __device__ int lane() const { return lane_; }
 
  private:
+  static constexpr int kPanels = Config::panels(kColumns);
   static constexpr std::uint32_t kPanelBytes = kTileKeys * 128;
 
   // Eight lanes take eight rows that follow one another, 128 bytes at a time.
@@ -213,9 +214,9 @@ class StageCopier {
       const std::uint16_t* source = offset_pointer(base_, indices[row], stride_);
       const std::uint32_t address = (first ^ (row * 16)) + row * 128;
 #pragma unroll
-      for (int panel = 0; panel < Config::kPanels; ++panel) {
+      for (int panel = 0; panel < kPanels; ++panel) {
         // The last panel of some head dims is half empty; products do not read that.
-        if (panel * 64 + piece * 8 >= Config::kHeadDim) continue;
+        if (panel * 64 + piece * 8 >= kColumns) continue;
         copy_async_16(address + panel * kPanelBytes, source + panel * 64,
                       indices[row] >= 0 && panel * 64 + piece * 8 < head_dim_);
       }
@@ -250,7 +251,7 @@ class ValueProducer {
   static constexpr int kArrivals = 32 * Config::kRoleWarps;  // at a full barrier: of every thread's copies
   static constexpr int kKeyArrivals = Config::kRoleWarps;    // at an empty barrier of keys: of every warp
 
-  __device__ ValueProducer(StageCopier<Config, Config::kValueStages> copier, const PlannedShared<Config>& shared,
+  __device__ ValueProducer(StageCopier<Config, Config::kValueDim, Config::kValueStages> copier, const PlannedShared<Config>& shared,
                            Pipeline<Config::kKeyStages>& keys)
       : copier_(copier), shared_(shared), keys_(keys) {}
 
@@ -274,7 +275,7 @@ class ValueProducer {
   }
 
  private:
-  StageCopier<Config, Config::kValueStages> copier_;
+  StageCopier<Config, Config::kValueDim, Config::kValueStages> copier_;
   const PlannedShared<Config>& shared_;
   Pipeline<Config::kKeyStages>& keys_;
   Position<Config::kKeyStages> key_at_;
@@ -286,7 +287,7 @@ class KeyProducer {
  public:
   // At a full barrier: of every thread's copies, and of every warp's facts.
   static constexpr int kArrivals = 32 * Config::kRoleWarps + Config::kRoleWarps;
-  using Copier = StageCopier<Config, Config::kKeyStages>;
+  using Copier = StageCopier<Config, Config::kHeadDim, Config::kKeyStages>;
   using Shared = PlannedShared<Config>;
   using Facts = typename Shared::Facts;
   using Queue = TileQueue<Shared::kStageTiles>;
