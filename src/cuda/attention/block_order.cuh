@@ -11,6 +11,8 @@
 #include <cstdint>
 
 #include "cuda/attention/params.h"
+#include "cuda/launch_blocks.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -52,6 +54,7 @@ __device__ inline unsigned descending(unsigned own, unsigned* shared) {
 template <typename Block, typename Params>
 __global__ void __launch_bounds__(kMostOrderedBlocks)
     order_blocks_kernel(const __grid_constant__ Params params, int blocks, int lanes) {
+  begin_dependent_kernel();
   const int count = params.order.count, first = blocks - count;
   const int thread = static_cast<int>(threadIdx.x), index = thread / lanes;
   int visits = 0;
@@ -73,16 +76,16 @@ __global__ void __launch_bounds__(kMostOrderedBlocks)
 }
 
 // Orders the last `wanted` of `blocks` blocks and says in params.order how many these are: none if all of them, or
-// nearly, run at the same time, `at_once`.
+// nearly, run at the same time, `at_once`. `is_dependent`: LaunchShape.
 template <typename Block, typename Params>
 cudaError_t order_blocks(Params* params, std::int64_t blocks, std::int64_t at_once, std::int64_t wanted,
-                         cudaStream_t stream) {
+                         bool is_dependent, cudaStream_t stream) {
   if (params->order.blocks == nullptr || blocks <= at_once || blocks > INT_MAX) return cudaSuccess;
   params->order.count = static_cast<int>(std::min<std::int64_t>({blocks, wanted, kMostOrderedBlocks}));
   int lanes = 1;
   while (lanes < 32 && 2 * lanes * params->order.count <= kMostOrderedBlocks) lanes *= 2;
-  order_blocks_kernel<Block><<<1, kMostOrderedBlocks, 0, stream>>>(*params, static_cast<int>(blocks), lanes);
-  return cudaGetLastError();
+  const LaunchShape shape = {.blocks = 1, .threads = kMostOrderedBlocks, .is_dependent = is_dependent};
+  return launch_blocks(order_blocks_kernel<Block, Params>, shape, stream, *params, static_cast<int>(blocks), lanes);
 }
 
 }  // namespace flash_dmattn::internal::cuda

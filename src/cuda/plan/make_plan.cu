@@ -3,8 +3,10 @@
 #include <algorithm>
 
 #include "core/arena.h"
+#include "cuda/launch_blocks.cuh"
 #include "cuda/plan/chunk_rules.cuh"
 #include "cuda/plan/visibility.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -262,6 +264,7 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
                                                                     const PlanArrays arrays) {
   __shared__ SharedCounts s_counts;
 
+  begin_dependent_kernel();
   const std::int32_t chunk = shape.chunk_count - 1 - static_cast<std::int32_t>(blockIdx.x / plans);
   const std::uint32_t plan = blockIdx.x % plans, plan_heads = static_cast<std::uint32_t>(shape.plan_heads);
   const std::int64_t entry = static_cast<std::int64_t>(plan) * shape.chunk_count + chunk;
@@ -458,23 +461,17 @@ DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory) {
 }
 
 cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
-                      void* staging, DevicePlan* plan, cudaStream_t stream) {
+                      void* staging, bool is_dependent, DevicePlan* plan, cudaStream_t stream) {
   *plan = plan_at(shape, batch, memory);
   Arena arena(memory), staging_arena(staging);
   PlanArrays arrays = take_arrays(arena, shape, batch);
   arrays.staging = take_staging(staging_arena, shape, batch);
   const std::int64_t plans = std::min<std::int64_t>(batch, shape.per_batch ? batch : 1) * shape.plan_heads;
   if (plans * shape.chunk_count == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(plans * shape.chunk_count);
   const bool staged = shape.capacity <= kStagedKeys;
-  auto* kernel = staged ? make_plan_kernel<true> : make_plan_kernel<false>;
-  const std::size_t shared_bytes = staged ? kStagedBytes : 0;
-  const cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, kPlanThreads, shared_bytes, stream>>>(visibility, shape, static_cast<std::uint32_t>(plans), arrays);
-  return cudaGetLastError();
+  return launch_blocks(staged ? make_plan_kernel<true> : make_plan_kernel<false>,
+                       {plans * shape.chunk_count, kPlanThreads, staged ? kStagedBytes : 0, is_dependent}, stream,
+                       visibility, shape, static_cast<std::uint32_t>(plans), arrays);
 }
 
 cudaError_t count_plan(const Visibility& visibility, const DevicePlan& plan, std::int64_t batch, std::int64_t heads,

@@ -44,9 +44,9 @@ DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory);
 // - listed keys stand in this order: first those that the chunk's first unit sees, by the last unit that sees them,
 //   highest first, and by index where that is equal; then the others by index;
 // - -1 follows up to a multiple of two tiles; tile_units of all later tiles are 0.
-// Returns launch errors only; never waits.
+// `is_dependent`: LaunchShape. Returns launch errors only; never waits.
 cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
-                      void* staging, DevicePlan* plan, cudaStream_t stream);
+                      void* staging, bool is_dependent, DevicePlan* plan, cudaStream_t stream);
 
 // What a plan holds, summed over batch elements and query heads.
 struct PlanCounts {

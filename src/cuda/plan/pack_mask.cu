@@ -1,7 +1,9 @@
 #include "cuda/plan/pack_mask.h"
-#include "cuda/ptx/arithmetic.cuh"
 
 #include "core/arena.h"
+#include "cuda/launch_blocks.cuh"
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -148,6 +150,7 @@ template <Access kAccess>
 __global__ __launch_bounds__(32 * kPackWarps,
                              kAccess == Access::kBytes ? 2 : 3) void pack_mask_kernel(const PackShape shape) {
   constexpr int kStripKeys = strip_keys(kAccess);
+  begin_dependent_kernel();
   const auto [strip, chunk, plane, entries_begin] = pack_block(shape);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::int64_t first_row = chunk * kChunkRows + warp * kWarpRows;
@@ -229,6 +232,7 @@ __device__ inline std::uint32_t column_word(const std::uint8_t* column, int rows
 // ends up with one of its words.
 __global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const PackShape shape) {
   static_assert(kChunkWords == 32 && 2 * kChunkUnits == 32);
+  begin_dependent_kernel();
   const auto [strip, chunk, plane, entries_begin] = pack_block(shape);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = static_cast<int>(min(shape.rows - chunk * kChunkRows, std::int64_t{kChunkRows}));
@@ -265,9 +269,7 @@ using PackKernel = void(PackShape);
 cudaError_t launch(PackKernel* kernel, int strip_keys, PackShape shape, std::int64_t planes, cudaStream_t stream) {
   shape.strips = static_cast<std::uint32_t>((shape.keys + strip_keys - 1) / strip_keys);
   const std::int64_t blocks = planes * shape.chunks * shape.strips;
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  kernel<<<static_cast<unsigned>(blocks), 32 * kPackWarps, 0, stream>>>(shape);
-  return cudaGetLastError();
+  return launch_blocks(kernel, {blocks, 32 * kPackWarps}, stream, shape);
 }
 
 template <Access kAccess>

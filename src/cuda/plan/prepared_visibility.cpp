@@ -102,13 +102,16 @@ void PreparedVisibility::arrange_staging(const AttentionProblem& problem, Arena*
 }
 
 void PreparedVisibility::write(const AttentionProblem& problem, Launches* launches, cudaStream_t stream) {
-  if (given || plan_memory_ == nullptr) return;  // written before, or nothing to plan
+  if (!is_written()) return;  // written before, or nothing to plan
   if (needs_packing(problem)) {
     launches->then([&] {
       return pack_mask(problem.visibility.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
   }
-  launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, staging_, &plan, stream); });
+  launches->then([&] {
+    const bool follows_packing = needs_packing(problem) && problem.keys > 0;
+    return make_plan(visibility, shape_, problem.batch, plan_memory_, staging_, follows_packing, &plan, stream);
+  });
 }
 
 }  // namespace flash_dmattn::internal::cuda

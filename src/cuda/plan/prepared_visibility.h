@@ -65,6 +65,8 @@ class PreparedVisibility {
   void arrange_staging(const AttentionProblem& problem, Arena* arena);
 
   void write(const AttentionProblem& problem, Launches* launches, cudaStream_t stream);
+  // Whether that launches a plan's kernel.
+  bool is_written() const { return !given && plan_memory_ != nullptr; }
 
  private:
   PlanShape shape_;

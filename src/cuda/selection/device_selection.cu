@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuda/launch_blocks.cuh"
 #include "cuda/selection/find_evictions.cuh"
 #include "cuda/selection/layout.h"
 #include "cuda/selection/merge_lists.cuh"
@@ -14,13 +15,17 @@ namespace {
 // A window that holds every key evicts none, and one that holds no key has none to evict.
 bool evicts(const SelectionProblem& problem) { return problem.window > 0 && problem.window < problem.keys; }
 
-// Calls launch(blocks, first_block) until all `blocks` are launched: a grid has no more than 2^31 - 1.
-template <typename Launch>
-void launch_blocks(std::int64_t blocks, Launch launch) {
+// Launches kernel(params..., first_block) until all blocks of the shape are launched: a grid has no more than 2^31 - 1.
+template <typename Kernel, typename... Params>
+cudaError_t launch_all_blocks(Kernel* kernel, LaunchShape shape, cudaStream_t stream, const Params&... params) {
   constexpr std::int64_t kMostBlocks = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t blocks = shape.blocks;
   for (std::int64_t first = 0; first < blocks; first += kMostBlocks) {
-    launch(static_cast<unsigned>(std::min(blocks - first, kMostBlocks)), first);
+    shape.blocks = std::min(blocks - first, kMostBlocks);
+    const cudaError_t error = launch_blocks(kernel, shape, stream, params..., first);
+    if (error != cudaSuccess) return error;
   }
+  return cudaSuccess;
 }
 
 // Whether a key's rank and index fit 32 bits, which take half the instructions of 64.
@@ -29,29 +34,28 @@ bool fits_32_bits(const SelectionProblem& problem) {
 }
 
 template <typename Format, typename Key>
-void enqueue(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
+cudaError_t enqueue(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
   const ListLayout layout(problem, kChunkKeys<Key>);
   const std::int64_t heads = problem.batch * problem.heads, chunks = heads * layout.chunks;
   auto* lists = evicts(problem) ? static_cast<Key*>(workspace) : nullptr;
-  launch_blocks(chunks, [&](unsigned blocks, std::int64_t first) {
-    sort_chunks<Format, Key><<<blocks, kChunkKeys<Key>, 0, stream>>>(problem, layout, lists, first);
-  });
-  if (lists == nullptr) return;
-  for (int level = 1; level < layout.levels; ++level) {
+  const auto launch = [&](auto* kernel, std::int64_t blocks, int threads, bool is_dependent, const auto&... params) {
+    const LaunchShape shape = {.blocks = blocks, .threads = threads, .is_dependent = is_dependent};
+    return launch_all_blocks(kernel, shape, stream, params...);
+  };
+  cudaError_t error = launch(sort_chunks<Format, Key>, chunks, kChunkKeys<Key>, false, problem, layout, lists);
+  if (lists == nullptr) return error;
+  for (int level = 1; level < layout.levels && error == cudaSuccess; ++level) {
     const std::int64_t tiles = (layout.best_at(level) + kMergeTile<Key> - 1) / kMergeTile<Key>;
-    launch_blocks(heads * layout.lists_at(level) * tiles, [&](unsigned blocks, std::int64_t first) {
-      merge_lists<Key><<<blocks, kMergeThreads, 0, stream>>>(layout, lists, level, first);
-    });
+    error = launch(merge_lists<Key>, heads * layout.lists_at(level) * tiles, kMergeThreads, true, layout, lists, level);
   }
-  launch_blocks(chunks, [&](unsigned blocks, std::int64_t first) {
-    find_evictions<Key><<<blocks, kEvictionThreads<Key>, 0, stream>>>(problem, layout, lists, first);
-  });
+  if (error != cudaSuccess) return error;
+  return launch(find_evictions<Key>, chunks, kEvictionThreads<Key>, true, problem, layout, lists);
 }
 
 template <typename Format>
-void enqueue_16_bit_scores(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
+cudaError_t enqueue_16_bit_scores(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
   const auto enqueue_as = fits_32_bits(problem) ? enqueue<Format, std::uint32_t> : enqueue<Format, std::uint64_t>;
-  enqueue_as(problem, workspace, stream);
+  return enqueue_as(problem, workspace, stream);
 }
 
 template <typename Key>
@@ -72,21 +76,16 @@ cudaError_t select_keys(const SelectionProblem& problem, void* workspace, cudaSt
   if (problem.batch * problem.heads * problem.keys == 0) return cudaSuccess;
   switch (problem.dtype) {
     case DType::kFloat16:
-      enqueue_16_bit_scores<Float16Format>(problem, workspace, stream);
-      break;
+      return enqueue_16_bit_scores<Float16Format>(problem, workspace, stream);
     case DType::kBFloat16:
-      enqueue_16_bit_scores<BFloat16Format>(problem, workspace, stream);
-      break;
+      return enqueue_16_bit_scores<BFloat16Format>(problem, workspace, stream);
     case DType::kFloat32:
-      enqueue<Float32Format, std::uint64_t>(problem, workspace, stream);
-      break;
+      return enqueue<Float32Format, std::uint64_t>(problem, workspace, stream);
     case DType::kFloat64:
-      enqueue<Float64Format, Uint128>(problem, workspace, stream);
-      break;
+      return enqueue<Float64Format, Uint128>(problem, workspace, stream);
     default:
       return cudaErrorInvalidValue;
   }
-  return cudaGetLastError();
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -6,6 +6,7 @@
 // All arrivals can look theirs up at the same time, given how many of the first t arrivals are below any bound.
 #pragma once
 
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/selection/layout.h"
 #include "cuda/selection/live_keys.cuh"
 #include "cuda/selection/rank_tree.cuh"
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(kEvictionThreads<Key>, 2)
   __shared__ std::uint16_t sLiveBelow[kChunkKeys<Key>];
   static_assert(sizeof(Tree) <= sizeof(Key) * kMergeKeys<Key>);
 
+  begin_dependent_kernel();
   const std::int64_t block = first_block + blockIdx.x;
   const std::int64_t batch_head = block / layout.chunks;
   const int chunk = static_cast<int>(block - batch_head * layout.chunks), first_key = chunk * kChunkKeys<Key>;

@@ -1,6 +1,7 @@
 // Kernel for heads of many chunks: the lists of one level from those of the level below, two by two.
 #pragma once
 
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/selection/layout.h"
 #include "cuda/selection/ranked_key.cuh"
 
@@ -27,6 +28,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   __shared__ Key sIn[kMergeTile<Key>], sOut[kMergeTile<Key>];
   __shared__ std::int64_t sSplits[2];
 
+  begin_dependent_kernel();
   const std::int64_t kept = layout.best_at(level), tiles = (kept + kMergeTile<Key> - 1) / kMergeTile<Key>;
   const std::int64_t block = first_block + blockIdx.x;
   const std::int64_t tile = block % tiles, list = block / tiles % layout.lists_at(level);

@@ -1,6 +1,7 @@
 // First kernel: every chunk's keys sorted by rank, and the intervals as they are if nothing is ever evicted.
 #pragma once
 
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/selection/layout.h"
 #include "cuda/selection/ranked_key.cuh"
 
@@ -60,6 +61,7 @@ __global__ void __launch_bounds__(kChunkKeys<Key>)
   using Bits = typename Format::Bits;
   __shared__ Key sRuns[2][kChunkKeys<Key>];
 
+  begin_dependent_kernel();
   const std::int64_t block = first_block + blockIdx.x;
   const std::int64_t batch_head = block / layout.chunks, chunk = block % layout.chunks;
   const std::int64_t batch = batch_head / problem.heads, head = batch_head % problem.heads;

@@ -1,7 +1,7 @@
 // Definitions of the attention launchers, for instance.cu.
 #pragma once
 
-#include "cuda/attention/launch_blocks.cuh"
+#include "cuda/launch_blocks.cuh"
 #include "cuda/sm80/backward.cuh"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/launch.h"
@@ -24,11 +24,11 @@ cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stre
   ForwardParams ordered = params;
   if constexpr (kPlanned) {
     const std::int64_t at_once = std::int64_t{Config::kBlocksPerProcessor} * params.processors;
-    const cudaError_t error = order_blocks<Block>(&ordered, blocks, at_once, 2 * at_once, stream);
+    const cudaError_t error = order_blocks<Block>(&ordered, blocks, at_once, 2 * at_once, false, stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>, blocks, Config::kThreads,
-                       Block::kSharedBytes, stream, ordered);
+  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
+                       {blocks, Config::kThreads, Block::kSharedBytes}, stream, ordered);
 }
 
 template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
@@ -45,11 +45,12 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
   BackwardParams ordered = params;
   if constexpr (kPlanned) {
     // Many of the blocks have no keys and end at once: as many as possible are looked at for some that have.
-    const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, kMostOrderedBlocks, stream);
+    const cudaError_t error =
+        order_blocks<Block>(&ordered, blocks, params.processors, kMostOrderedBlocks, false, stream);
     if (error != cudaSuccess) return error;
   }
   const auto launch = [&](auto* kernel) {
-    return launch_blocks(kernel, blocks, Config::kThreads, Block::kSharedBytes, stream, ordered);
+    return launch_blocks(kernel, {blocks, Config::kThreads, Block::kSharedBytes}, stream, ordered);
   };
   const cudaError_t error = launch(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow, false>);
   if constexpr (Config::kLargeRowsApart) {
@@ -75,9 +76,9 @@ cudaError_t launch_query_backward_kernel(const BackwardParams& params, cudaStrea
     entry_batches = params.dbias.batches == 1 ? params.batch : 1;
     entry_heads = static_cast<int>(params.dbias.head_divisor);
   }
+  const std::int64_t blocks = row_tiles * (params.heads / entry_heads) * (params.batch / entry_batches);
   return launch_blocks(query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
-                       row_tiles * (params.heads / entry_heads) * (params.batch / entry_batches), Config::kThreads,
-                       Block::kSharedBytes, stream, params, entry_batches, entry_heads);
+                       {blocks, Config::kThreads, Block::kSharedBytes}, stream, params, entry_batches, entry_heads);
 }
 
 // Calls `launch` with two constants: whether there is a plan, and whether the bias has rows of its own: that takes

@@ -99,6 +99,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.order.taken = scratch.taken;
   params.next_huge = scratch.next_huge;
   params.boxes_of_bias = !prepared.planned && !is_per_key(problem.bias) && has_tensor_map(problem, problem.bias);
+  params.follows_plan = prepared.is_written();
   params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
   launches.then([&] {

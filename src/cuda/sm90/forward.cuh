@@ -19,6 +19,7 @@
 #include "cuda/attention/softmax.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/forward_config.h"
@@ -314,6 +315,7 @@ __global__ void __launch_bounds__(ForwardBlock<Element, kHeadDim, kValueDim, kPl
   extern __shared__ __align__(1024) unsigned char memory[];
   Block block(params, maps, memory);
   block.init();
+  if constexpr (kPlanned) begin_dependent_kernel();
   if (threadIdx.x < kWarpGroup) {
     give_registers_up<Config::kProducerRegisters>();
     Block(params, maps, at_kept_address(memory)).produce();

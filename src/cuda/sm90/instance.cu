@@ -1,8 +1,9 @@
-// The sm90 forward for one element type and bucket of head dims, which keys and values share: cmake/cuda.cmake compiles this file once for each.
+// The sm90 forward for one element type and bucket of head dims, which keys and values share: cmake/cuda.cmake compiles
+// this file once for each.
 #include <algorithm>
 #include <climits>
 
-#include "cuda/attention/launch_blocks.cuh"
+#include "cuda/launch_blocks.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
 
@@ -20,9 +21,12 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   Sm90ForwardParams ordered = params;
   ordered.works = static_cast<std::int32_t>(blocks);
+  LaunchShape shape = {blocks, Config::kThreads, Block::kSharedBytes, params.follows_plan};
   if constexpr (kPlanned) {
-    const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors, stream);
+    const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors,
+                                                  params.follows_plan, stream);
     if (error != cudaSuccess) return error;
+    shape.is_dependent |= ordered.order.count != 0;
   }
   // Blocks stay for many works where a work is short; those of a plan, or of the causal rule, differ too much to be
   // divided beforehand: a counter does.
@@ -36,9 +40,8 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
     const cudaError_t error = cudaMemsetAsync(ordered.order.taken, 0, sizeof(*ordered.order.taken), stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_blocks(forward_kernel<Element, kHeadDim, kValueDim, kPlanned, kScoring>,
-                       stays ? std::min<std::int64_t>(blocks, params.processors) : blocks, Config::kThreads,
-                       Block::kSharedBytes, stream, ordered, maps);
+  if (stays) shape.blocks = std::min<std::int64_t>(blocks, params.processors);
+  return launch_blocks(forward_kernel<Element, kHeadDim, kValueDim, kPlanned, kScoring>, shape, stream, ordered, maps);
 }
 
 }  // namespace

@@ -178,8 +178,7 @@ class StageCopier {
     const std::uint32_t full = full_barrier();
     const std::int32_t box = facts.box[warp_];
     wait(shared_address(&pipeline_.empty[at_.stage]), at_.parity ^ 1);
-    const std::uint32_t target =
-        stages_ + at_.stage * (kPanels * kPanelBytes) + warp_ * kWarpKeys * 128;
+    const std::uint32_t target = stages_ + at_.stage * (kPanels * kPanelBytes) + warp_ * kWarpKeys * 128;
     if (box < 0) {
       gather(facts.key + warp_ * kWarpKeys, target);
     } else if (warp_ * kWarpKeys % kPlanTileKeys == 0 && lane_ == 0) {  // the tile's first warp, for the whole tile
@@ -251,8 +250,8 @@ class ValueProducer {
   static constexpr int kArrivals = 32 * Config::kRoleWarps;  // at a full barrier: of every thread's copies
   static constexpr int kKeyArrivals = Config::kRoleWarps;    // at an empty barrier of keys: of every warp
 
-  __device__ ValueProducer(StageCopier<Config, Config::kValueDim, Config::kValueStages> copier, const PlannedShared<Config>& shared,
-                           Pipeline<Config::kKeyStages>& keys)
+  __device__ ValueProducer(StageCopier<Config, Config::kValueDim, Config::kValueStages> copier,
+                           const PlannedShared<Config>& shared, Pipeline<Config::kKeyStages>& keys)
       : copier_(copier), shared_(shared), keys_(keys) {}
 
   // Once over all tiles.

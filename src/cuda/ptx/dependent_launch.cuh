@@ -1,0 +1,17 @@
+// Programmatic dependent launch (PTX: griddepcontrol), from compute capability 9.0 on: a kernel of a call is scheduled
+// while the one before it ends, which saves most of the time between two kernels (launch_blocks.cuh).
+#pragma once
+
+namespace flash_dmattn::internal::cuda {
+
+// By every thread, before it touches memory that other kernels of the call touch: waits until all those launched before
+// are done, then lets the next one begin. In this order: the next one waits for this kernel alone, and so relies on its
+// having waited for the others.
+__device__ inline void begin_dependent_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace flash_dmattn::internal::cuda
