@@ -1,6 +1,6 @@
 """Compares flash_dmattn on one NVIDIA GPU with PyTorch's attention, FlexAttention and FlashAttention 4, if installed.
 
-    python benchmarks/gpu_attention.py                                 every case, some four minutes on an H200
+    python benchmarks/gpu_attention.py                                 every case, some six minutes on an H200
     python benchmarks/gpu_attention.py --only dense decode             some of them
     python benchmarks/gpu_attention.py --json out.json --plot out.png  also as JSON, and a picture of `windows`
     python benchmarks/gpu_attention.py --quick                         small sizes, to check this script only
@@ -12,6 +12,7 @@ aims are for an H200. docs/benchmarks.md says how it measures and how to read th
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from gpu_common import (
     check_kept,
     compiled_flex,
     fa4_forward,
+    fa4_tiles,
     normal,
     topk_mask,
 )
@@ -54,6 +56,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 SMALL = (2, 1, 64, 16384, 1024)
 MIDDLE = (32, 8, 128, 8192, 1024)
 LARGE = (32, 8, 128, 16384, 2048)
+LONG = (32, 8, 128, 65536, 2048)
+DENSE_FA4 = f"{FA4}, dense causal"
 
 # ---- Cases
 
@@ -74,10 +78,18 @@ def ceilings(bench: Bench) -> Iterator[Comparison]:
 
 
 def dense(bench: Bench) -> Iterator[Comparison]:
-    """Attention in which nothing is sparse, 16k tokens."""
-    for head_dim, heads in ((64, 32), (128, 16), (256, 8)):
+    """Attention in which nothing is sparse."""
+    shapes = (
+        (1, 32, 64, 16384),
+        (1, 16, 128, 16384),
+        (1, 8, 256, 16384),
+        (2, 16, 96, 8192),
+        (4, 24, 128, 3000),
+        (8, 16, 128, 2048),
+    )
+    for batch, heads, head_dim, length in shapes:
         for is_causal in (False, True):
-            problem = Problem(heads, heads, head_dim, bench.length(16384))
+            problem = Problem(heads, heads, head_dim, bench.length(length), batch)
             case = f"dense {problem.name}{' causal' if is_causal else ''}"
             yield from _dense(bench, case, problem, is_causal)
 
@@ -88,7 +100,7 @@ def _dense(bench: Bench, case: str, problem: Problem, is_causal: bool) -> Iterat
 
     fa2 = problem.sdpa(SDPBackend.FLASH_ATTENTION, is_causal=is_causal)
     cudnn = problem.sdpa(SDPBackend.CUDNN_ATTENTION, is_causal=is_causal)
-    fa4 = fa4_forward(problem, is_causal)
+    fa4 = fa4_forward(problem, causal=is_causal)
     check_equal(ours(), fa2().transpose(1, 2))
     teraflop = problem.teraflop(0.5 if is_causal else 1.0)
     forwards: dict[str, Work] = {FA2: fa2, CUDNN: cudnn}
@@ -100,7 +112,7 @@ def _dense(bench: Bench, case: str, problem: Problem, is_causal: bool) -> Iterat
     else:
         bench.notes.append("dense: without FA4, the package flash-attn-4, which is not installed")
     goals = {FA2: 0.95}
-    yield from bench.compare(case, "forward", ours, forwards, unit="TFLOPS", amount=teraflop, goals=goals)
+    yield from bench.compare(case, "forward", ours, forwards, unit="TFLOPS", amount=teraflop, goals={FA4: 0.97})
     backward = backward_of(ours, problem.leaves, problem.dout)
     yield from bench.compare(case, "backward", backward, backwards, unit="TFLOPS", amount=2.5 * teraflop, goals=goals)
 
@@ -142,13 +154,17 @@ def tiles(bench: Bench) -> Iterator[Comparison]:
             return flex(*problem.their_leaves, block_mask=block_mask)
 
         check_equal(ours(), theirs().transpose(1, 2))
+        forwards: dict[str, Work] = {"own dense": dense_ours, FLEX: theirs}
+        fa4 = fa4_tiles(problem, kept.view(blocks, blocks))
+        if fa4 is not None:
+            forwards[FA4] = fa4
         case = f"tiles {problem.name} density {share:.3g}"
         backwards = {
             "own dense": dense_backward,
             FLEX: backward_of(theirs, problem.their_leaves, problem.their_dout),
         }
         for what, work, others, factor in (
-            ("forward", ours, {"own dense": dense_ours, FLEX: theirs}, 1.0),
+            ("forward", ours, forwards, 1.0),
             ("backward", backward_of(ours, problem.leaves, problem.dout), backwards, 2.5),
         ):
             yield from bench.compare(
@@ -159,7 +175,7 @@ def tiles(bench: Bench) -> Iterator[Comparison]:
                 unit="TFLOPS",
                 amount=factor * full * share,
                 other_amounts={"own dense": factor * full},
-                goals={"own dense": 0.93} if density == 0.25 else None,
+                goals={0.25: {"own dense": 0.93}, 0.1: {"own dense": 0.9}}.get(density),
             )
         yield from bench.compare(
             f"{case}, mask not prepared",
@@ -174,9 +190,17 @@ def tiles(bench: Bench) -> Iterator[Comparison]:
 
 def dynamic(bench: Bench) -> Iterator[Comparison]:
     """Selection and attention over what it keeps, with the bias's gradient."""
-    for shape, forward_limit, backward_limit in ((SMALL, 0.16, 0.25), (MIDDLE, None, None), (LARGE, 2.4, 6.0)):
+    for shape, forward_limit, backward_limit in ((SMALL, 0.1, 0.25), (MIDDLE, 0.38, None), (LARGE, 1.15, 6.0)):
         problem = DynamicProblem(bench, *shape)
         yield from _dynamic(bench, problem, forward_limit, backward_limit)
+    for shape, limit in (((24, 6, 128, 12000, 700), 0.32), ((16, 16, 64, 16384, 1024), 0.3), (LONG, None)):
+        problem = DynamicProblem(bench, *shape)
+        fa4 = fa4_forward(problem, causal=True)
+        forwards = {} if fa4 is None else {DENSE_FA4: fa4}
+        case, selected = f"dynamic {problem.name}", problem.ours_selected
+        goals = {DENSE_FA4: 11.0} if shape == LONG else None
+        yield from bench.compare(case, "selection + forward", selected, forwards, limit=limit, goals=goals)
+        yield from bench.compare(case, "backward", backward_of(selected, problem.our_leaves, problem.dout))
 
 
 def _dynamic(
@@ -243,6 +267,91 @@ def original(bench: Bench) -> Iterator[Comparison]:
             ("backward", backward_of(ours, problem.our_leaves, problem.dout), backward),
         ):
             yield from bench.compare(case, what, work, recorded={ORIGINAL: milliseconds / 1e3}, goals={ORIGINAL: 4.0})
+
+
+def sliding(bench: Bench) -> Iterator[Comparison]:
+    """The last 1024 keys, as intervals."""
+    problem = Problem(16, 16, 128, bench.length(16384))
+    window = bench.length(1024)
+    intervals = KeyIntervals.sliding_window(problem.length, left=window - 1, right=0, device=DEVICE)
+
+    def ours() -> Tensor:
+        return attention(problem.query, problem.key, problem.value, mask=intervals, is_causal=True)
+
+    fa4 = fa4_forward(problem, causal=True, window_size=(window - 1, 0))
+    forwards = {} if fa4 is None else {FA4: fa4}
+    backwards = {name: backward_of(forward, problem.leaves, problem.dout) for name, forward in forwards.items()}
+    if fa4 is not None:
+        check_equal(ours(), fa4())
+    case = f"sliding window {window} {problem.name}"
+    yield from bench.compare(case, "forward", ours, forwards, goals={FA4: 1.0})
+    yield from bench.compare(case, "backward", backward_of(ours, problem.leaves, problem.dout), backwards)
+
+
+def biases(bench: Bench) -> Iterator[Comparison]:
+    """A bias for every score; one for every key."""
+    problem = Problem(16, 16, 128, bench.length(8192))
+    for name, rows, goal in (("per score", problem.length, 1.2), ("per key", 1, None)):
+        bias = normal(1, problem.heads, rows, problem.length)
+
+        def ours(bias: Tensor = bias) -> Tensor:
+            return attention(problem.query, problem.key, problem.value, bias=bias)
+
+        others = {
+            other: problem.sdpa(backend, attn_mask=bias.expand(-1, -1, problem.length, -1))
+            for other, backend in ((CUDNN, SDPBackend.CUDNN_ATTENTION), (EFFICIENT, SDPBackend.EFFICIENT_ATTENTION))
+        }
+        check_equal(ours(), others[CUDNN]().transpose(1, 2))
+        case = f"bias {name} {problem.name}"
+        yield from bench.compare(case, "forward", ours, others, goals={CUDNN: goal} if goal else None)
+
+
+def densities(bench: Bench) -> Iterator[Comparison]:
+    """From which share of kept scores on each kind of plan beats own dense attention. Bool masks are prepared before,
+    the plan of "top w" is part of the time."""
+    for heads, head_dim in ((32, 64), (16, 128)):
+        problem = Problem(heads, heads, head_dim, bench.length(16384))
+        ratios: dict[str, list[tuple[float, float]]] = {}
+        for share in (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.1):
+            for kind, mask in _masks(problem, share).items():
+                for line in _against_dense(bench, f"{kind} {problem.name}, share {share:g}", problem, mask):
+                    ratios.setdefault(kind, []).append((share, line.ratio))
+                    yield line
+        for kind, found in ratios.items():
+            bench.notes.append(f"{kind} {problem.name}: {_break_even(found)}")
+
+
+def _masks(problem: Problem, share: float) -> dict[str, PreparedMask | KeyIntervals]:
+    """Masks that keep that share of the scores, of the causal ones if they are KeyIntervals."""
+    length, blocks = problem.length, problem.length // 128
+    tile_mask = torch.rand(blocks, blocks, device=DEVICE) < share
+    return {
+        "tiles": prepare_mask(tile_mask.repeat_interleave(128, 0).repeat_interleave(128, 1)),
+        "keys": prepare_mask(torch.rand(1, 1, 1, length, device=DEVICE) < share, length),
+        "scores": prepare_mask(torch.rand(length, length, device=DEVICE) < share),
+        "top w": select_keys(normal(1, problem.heads, length), math.ceil(length * (1 - math.sqrt(1 - share)))),
+    }
+
+
+def _against_dense(
+    bench: Bench, case: str, problem: Problem, mask: PreparedMask | KeyIntervals
+) -> Iterator[Comparison]:
+    is_causal = isinstance(mask, KeyIntervals)
+
+    def work(mask: PreparedMask | KeyIntervals | None) -> Work:
+        return lambda: attention(problem.query, problem.key, problem.value, mask=mask, is_causal=is_causal)
+
+    yield from bench.compare(case, "forward", work(mask), {"own dense": work(None)})
+
+
+def _break_even(ratios: list[tuple[float, float]]) -> str:
+    """Where the time, linear between two shares, is that of dense attention."""
+    times = [(share, 1 / ratio) for share, ratio in ratios]
+    for (share, time), (lower_share, lower_time) in itertools.pairwise(times):
+        if lower_time < 1 <= time:
+            even = lower_share + (share - lower_share) * (1 - lower_time) / (time - lower_time)
+            return f"pays below {even:.0%} of the scores"
+    return "always pays" if times[0][1] < 1 else "never pays"
 
 
 def windows(bench: Bench) -> Iterator[Comparison]:
@@ -370,6 +479,9 @@ CASES = {
     "tiles": tiles,
     "dynamic": dynamic,
     "original": original,
+    "sliding": sliding,
+    "biases": biases,
+    "densities": densities,
     "windows": windows,
     "prepass": prepass,
     "selection": selection,

@@ -144,16 +144,17 @@ class Problem:
     key_heads: int
     head_dim: int
     length: int
+    batch: int = 1
     query: Tensor = field(init=False)
     key: Tensor = field(init=False)
     value: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         def leaf(heads: int) -> Tensor:
-            return normal(1, self.length, heads, self.head_dim).requires_grad_()
+            return normal(self.batch, self.length, heads, self.head_dim).requires_grad_()
 
         self.query, self.key, self.value = leaf(self.heads), leaf(self.key_heads), leaf(self.key_heads)
-        self.dout = normal(1, self.length, self.heads, self.head_dim)
+        self.dout = normal(self.batch, self.length, self.heads, self.head_dim)
         self.leaves = [self.query, self.key, self.value]
         self.their_leaves = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in self.leaves]
         self.their_dout = self.dout.transpose(1, 2).contiguous()
@@ -165,11 +166,12 @@ class Problem:
     @property
     def name(self) -> str:
         key_heads = "" if self.group == 1 else f" Hkv{self.key_heads}"
-        return f"H{self.heads}{key_heads} D{self.head_dim} S{self.length}"
+        batch = "" if self.batch == 1 else f"B{self.batch} "
+        return f"{batch}H{self.heads}{key_heads} D{self.head_dim} S{self.length}"
 
     def teraflop(self, kept: float = 1.0) -> float:
         """Of the forward; the backward does 2.5 times as much."""
-        return 4 * self.heads * self.length**2 * self.head_dim * kept / 1e12
+        return 4 * self.batch * self.heads * self.length**2 * self.head_dim * kept / 1e12
 
     def sdpa(self, backend: SDPBackend, **arguments: object) -> Callable[[], Tensor]:
         def forward() -> Tensor:
@@ -239,17 +241,43 @@ def check_kept(intervals: KeyIntervals, window: int) -> None:
 # ---- Peers
 
 
-def fa4_forward(problem: Problem, is_causal: bool) -> Callable[[], Tensor] | None:
+def fa4_forward(problem: Problem, **arguments: object) -> Callable[[], Tensor] | None:
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError:
         return None
 
     def forward() -> Tensor:
-        out = flash_attn_func(problem.query, problem.key, problem.value, causal=is_causal)
+        out = flash_attn_func(problem.query, problem.key, problem.value, **arguments)
         return out[0] if isinstance(out, tuple) else out
 
     return forward
+
+
+def fa4_tiles(problem: Problem, kept: Tensor) -> Callable[[], Tensor] | None:
+    """FA4's block sparsity, given which 128 x 128 tiles are kept: bool (blocks, blocks). The forward only."""
+    try:
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    except ImportError:
+        return None
+    counts = kept.sum(-1, dtype=torch.int32).expand(1, problem.heads, -1).contiguous()
+    # Kept tiles first, in order.
+    indices = kept.int().argsort(dim=-1, descending=True, stable=True).int().expand(1, problem.heads, -1, -1)
+    indices = indices.contiguous()
+    sparse = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(counts),
+        mask_block_idx=torch.zeros_like(indices),
+        full_block_cnt=counts,
+        full_block_idx=indices,
+        block_size=(128, 128),
+    )
+    forward = fa4_forward(problem, block_sparse_tensors=sparse)
+
+    def without_graph() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    return without_graph
 
 
 def compiled_flex() -> Callable[..., Tensor]:

@@ -60,6 +60,24 @@ def test_without_mask_and_bias(dtype: torch.dtype, head_dim: int, is_causal: boo
     assert_right(case)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("form", ["per key", "per score", "in boxes", "in shared boxes", "float32"])
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_biases(dtype: torch.dtype, head_dim: int, planned: bool, form: str, softcap: float) -> None:
+    """Several tiles of rows and keys. A bias by row is copied in boxes where its rows begin at multiples of 16 bytes."""
+    rows, keys = 270, 264 if "boxes" in form else 257
+    shape = {"per key": (2, 1, 1, keys), "in shared boxes": (1, 2, rows, keys)}.get(form, (2, 4, rows, keys))
+    with on_cpu:
+        options = {"seqlens_k": torch.tensor([keys, 140], dtype=torch.int32), "is_causal": True, "softcap": softcap}
+        bias_dtype = torch.float32 if form == "float32" else None
+        case = make_case(2, 4, 2, rows, keys, head_dim, dtype=dtype, bias=shape, bias_dtype=bias_dtype, **options)
+        if planned:
+            case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
+        case = poison_unseen(case)
+    assert_right(case)
+
+
 @pytest.mark.parametrize("form", ["key", "row and key", "transposed", "intervals"])
 def test_masks(form: str) -> None:
     """Both ways to read a mask, lists and ranges, over two chunks of rows."""
@@ -100,7 +118,9 @@ def test_family_of_an_architecture(arch: str, kernels: str) -> None:
     if arch == "sm_90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
     environment = {**os.environ, "FLASH_DMATTN_ARCH": arch, "FLASH_DMATTN_LOG": "1"}
-    chosen = "test_without" if arch == "sm_90" else "test_attention or test_masks or test_without"
+    chosen = "test_without or test_biases"
+    if arch != "sm_90":
+        chosen += " or test_attention or test_masks"
     arguments = [__file__, "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True
