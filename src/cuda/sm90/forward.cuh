@@ -138,10 +138,14 @@ struct ForwardBlock {
     }
   }
 
-  // Tiles of keys that the work's rows see, by length and causal rule.
+  // Tiles of keys that `rows` rows see, by length and causal rule: none if the first does not exist.
+  __device__ int tile_count(int existing, int first_row, int rows) const {
+    if (first_row >= params.rows) return 0;
+    const int last_row = min(first_row + rows, params.rows) - 1;
+    return (causal_limit(params.visibility, existing, last_row) + kTileKeys - 1) / kTileKeys;
+  }
   __device__ int tile_count(const Work& work) const {
-    const int last_row = min(work.first_row + Config::kTileRows, params.rows) - 1;
-    return (causal_limit(params.visibility, work.existing, last_row) + kTileKeys - 1) / kTileKeys;
+    return tile_count(work.existing, work.first_row, Config::kTileRows);
   }
 
   // What a consumer owns.
@@ -153,6 +157,7 @@ struct ForwardBlock {
   }
 
   __device__ bool stages_key_bias() const { return kStagesKeyBias && params.bias.defined() && params.bias.rows == 1; }
+  __device__ bool stages_bias() const { return kRowBiased || stages_key_bias(); }
 
   // ---- Producer
 

@@ -75,6 +75,9 @@ struct ForwardConfig {
   static constexpr bool kTakesTurns = kHeadDim <= 128;
   // Whether the first scores of a work are computed while the one before ends. Takes registers.
   static constexpr bool kChainsWorks = kPlanned && kHeadDim <= 192 && kScoring != Scoring::kAny;
+  // Whether a consumer leaves out tiles that only others' rows see: past the diagonal, and where it has no rows. Takes a
+  // register.
+  static constexpr bool kSkipsTiles = !kPlanned && kScoring != Scoring::kAny;
   // Whether sums are rescaled only where they must be (softmax.cuh). Pays where tiles are narrow.
   static constexpr bool kRescalesSeldom = kConsumers == 3 && kTileKeys < 128;
 

@@ -42,9 +42,9 @@ struct ForwardConsumer {
   float scores[1][kKeyNTiles][4];
   float sums[1][kDimNTiles][4];
   float row_max[2], row_sum[2];
-  // The walk over tiles. Dense: the tile, from the last to the first, and how many all rows see in full. In a plan: the
-  // slot of the stage's facts, and its marks.
-  int tile, full_tiles, slot;
+  // The walk over tiles. Dense: the tile, from the last to the first, how many the consumer's rows see, and how many all
+  // of them see in full. In a plan: the slot of the stage's facts, and its marks.
+  int tile, seen_tiles, full_tiles, slot;
   std::uint32_t marks;
 
   __device__ explicit ForwardConsumer(Block& block)
@@ -150,6 +150,27 @@ struct ForwardConsumer {
   __device__ bool first_tile(int tiles) {
     tile = tiles - 1;
     return kPlanned || tile >= 0;
+  }
+  // The same for the first one that the consumer's rows see. Those before it, which other consumers' rows see, are
+  // handed back.
+  __device__ bool first_seen_tile(int tiles) {
+    bool more = first_tile(tiles);
+    if constexpr (Config::kSkipsTiles) {
+#pragma unroll 1
+      for (; more && tile >= seen_tiles; more = next_tile()) {
+        wait_full(block.shared.keys, key_at);
+        release(block.shared.keys, key_at, kKeyReleases);
+        if (block.stages_bias()) {
+          wait_for_bias();
+          release_bias();
+        }
+        clear_missing_values();
+        wait_full(block.shared.values, value_at);
+        release(block.shared.values, value_at);
+        if (tile < tiles - 1) take_turn(), pass_turn();
+      }
+    }
+    return more;
   }
   __device__ bool is_last_tile() const { return kPlanned ? (marks & Facts::kLast) != 0 : tile == 0; }
   __device__ bool next_tile() {
@@ -296,8 +317,10 @@ struct ForwardConsumer {
       wait_for_queries(taker.slot());
       int tiles = 0;
       if constexpr (!kPlanned) {
-        const int limit = causal_limit(block.params.visibility, work().existing, block.first_row_of(work(), group));
+        const int first_row = block.first_row_of(work(), group);
+        const int limit = causal_limit(block.params.visibility, work().existing, first_row);
         tiles = __reduce_max_sync(~0u, block.tile_count(work()));
+        seen_tiles = __reduce_max_sync(~0u, block.tile_count(work().existing, first_row, kConsumerRows));
         full_tiles = __reduce_max_sync(~0u, limit / kTileKeys);
       }
       if (kind == Work::kUsual) {
@@ -359,10 +382,14 @@ struct ForwardConsumer {
 
   __device__ void run_over_tiles(int tiles) {
     const float multiplier = block.params.score.multiplier;
-    if (!first_tile(tiles)) return release_queries();
+    if (!first_seen_tile(tiles)) return release_queries();
     std::uint32_t probabilities[kKeyNTiles / 2][4];
     float rescale[2];
+    // A turn for every tile of the work but its first, so that all consumers take as many.
+    const bool takes_turn = Config::kSkipsTiles && tile < tiles - 1;
+    if (takes_turn) take_turn();
     multiply_keys();
+    if (takes_turn) pass_turn();
     wgmma_wait<0>();
     prepare_scores();
     clear_missing_values();
