@@ -65,14 +65,19 @@ def biases(kind: str, size: float, keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("rise", [1, 5, 20, -1, -5, -20])
-def test_scores_that_rise(dtype: torch.dtype, rise: int, head_dim: int) -> None:
-    """By `rise` every 80 keys, or fall: what was summed before becomes less likely, by little or much at a time, and is
-    rescaled by the forward."""
+@pytest.mark.parametrize("mask", [None, (1, 1, 70, 1000)])
+@pytest.mark.parametrize("from_last", [False, True])
+@pytest.mark.parametrize("rise", [1, 5, 20, 200, -1, -5, -20, -200])
+def test_scores_that_rise(
+    dtype: torch.dtype, rise: int, from_last: bool, mask: tuple[int, ...] | None, head_dim: int
+) -> None:
+    """From 0 by `rise` every 80 keys, or fall: what was summed before becomes less likely, by little or much at a time,
+    or by more than a float can say, and is rescaled by the forward."""
     keys = 1000
-    case = integer_case(head_dim, dtype, keys=keys)
+    case = integer_case(head_dim, dtype, keys=keys, mask=mask)
     key = torch.zeros_like(case.key)
-    key[..., 0] = (rise * (torch.arange(keys) // 80)).to(key)[None, :, None]
+    step = torch.arange(keys) // 80
+    key[..., 0] = (rise * (step.flip(0) if from_last else step)).to(key)[None, :, None]
     query = torch.zeros_like(case.query)
     query[..., 0] = 1
     query[..., 1] = case.query[..., 1]

@@ -98,21 +98,13 @@ __device__ inline void update_softmax(float multiplier, float (&scores)[kMTiles]
 
 // update_softmax without what was summed before, which asynchronous products may still be adding to: that is to be
 // multiplied by `rescale`.
-//
-// kSeldom: row_max, to which all is relative, is raised only when a score is more than 2^kTolerated times as likely, so
-// that after the first tile sums hardly ever need rescaling (the idea is FlashAttention-4's). The result is the same:
-// what a row's probabilities are relative to does not matter as long as they stay in range.
-template <bool kSeldom, int kMTiles, int kNTiles>
+template <int kMTiles, int kNTiles>
 __device__ inline void exponentiate_rows(float multiplier, float (&scores)[kMTiles][kNTiles][4],
                                          float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
                                          float (&rescale)[2 * kMTiles]) {
-  constexpr float kTolerated = 8;
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
-    float highest = row_maximum(scores, i, row_max[i]);
-    // Where no key has been seen the difference is NaN.
-    if (kSeldom && !((highest - row_max[i]) * multiplier > kTolerated)) highest = row_max[i];
-    const float reference = reference_of(highest, multiplier);
+    const float highest = row_maximum(scores, i, row_max[i]), reference = reference_of(highest, multiplier);
     rescale[i] = exp2_fast(__fmul_rn(row_max[i], multiplier) - reference);
     row_max[i] = highest;
     float sum = 0;
@@ -124,17 +116,59 @@ __device__ inline void exponentiate_rows(float multiplier, float (&scores)[kMTil
   }
 }
 
-// Unless kSeldom always: asking first whether a maximum moved costs the asynchronous kernels more than it saves.
-template <bool kSeldom, int kMTiles, int kDimNTiles>
+template <int kMTiles, int kDimNTiles>
 __device__ inline void rescale_rows(const float (&rescale)[2 * kMTiles],
                                     float (&accumulators)[kMTiles][kDimNTiles][4]) {
-  if (kSeldom) {
-    bool moved = false;
-#pragma unroll
-    for (const float factor : rescale) moved |= factor != 1;
-    if (!__any_sync(~0u, moved)) return;
-  }
   for_each_element(accumulators, [&](int i, int, int, float& accumulator) { accumulator *= rescale[i]; });
+}
+
+// exponentiate_rows without looking for maxima: what a row's probabilities are relative to does not matter as long as
+// they stay in range. Calm rows keep their row_max, which is then not the highest score but near it, until their
+// probabilities of a tile add up to more than kTolerated; then it is raised (raise_references). FlashAttention 4 keeps
+// references for a while, too, but looks for maxima to know when.
+//
+// A row is calm once it has seen a key, if its reference is small then: a score that is 2^64 times as likely as the
+// highest of a whole tile is not to be expected. Where there is one all the same, the probability overflows, and
+// has_huge_row finds the row's sum.
+constexpr float kTolerated = 256, kMostCalm = 64;
+
+__device__ inline bool is_calm(float multiplier, float row_max) {
+  return fabsf(__fmul_rn(row_max, multiplier)) <= kMostCalm;
+}
+
+// Says whether any of the warp's rows is to be raised.
+template <int kMTiles, int kNTiles>
+__device__ inline bool exponentiate_calm_rows(float multiplier, float (&scores)[kMTiles][kNTiles][4],
+                                              const float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles]) {
+  bool outgrown = false;
+#pragma unroll
+  for (int i = 0; i < 2 * kMTiles; ++i) {
+    const float reference = __fmul_rn(row_max[i], multiplier);
+    float sum = 0;
+    for_each_in_row(scores, i, [&](int, int, float& score) {
+      score = exp2_fast(fmaf(score, multiplier, -reference));
+      sum += score;
+    });
+    row_sum[i] += sum;
+    outgrown |= !(sum <= kTolerated);
+  }
+  return __any_sync(~0u, outgrown);
+}
+
+// Raises row_max of rows whose `probabilities` have grown, to where the highest of them is 1.
+template <int kMTiles, int kNTiles, int kDimNTiles>
+__device__ inline void raise_references(float multiplier, float (&probabilities)[kMTiles][kNTiles][4],
+                                        float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles],
+                                        float (&accumulators)[kMTiles][kDimNTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < 2 * kMTiles; ++i) {
+    const float highest = row_maximum(probabilities, i, 1.0f), before = row_max[i];
+    row_max[i] += log2f(highest) / multiplier;
+    const float rescale = exp2_fast(__fmul_rn(before, multiplier) - __fmul_rn(row_max[i], multiplier));
+    row_sum[i] *= rescale;
+    for_each_in_row(probabilities, i, [&](int, int, float& probability) { probability *= rescale; });
+    for_each_in_row(accumulators, i, [&](int, int, float& accumulator) { accumulator *= rescale; });
+  }
 }
 
 // update_softmax in two halves, so that the second can be done part by part between products. The first half finds the

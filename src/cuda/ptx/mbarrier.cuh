@@ -56,6 +56,22 @@ __device__ inline void arrive_named_barrier(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Waits, and says whether `value` holds in all the threads.
+__device__ inline bool all_at_named_barrier(int id, int threads, bool value) {
+  int all;
+  asm volatile(
+      "{\n"
+      ".reg .pred own, all;\n"
+      "setp.ne.s32 own, %1, 0;\n"
+      "bar.red.and.pred all, %2, %3, own;\n"
+      "selp.s32 %0, 1, 0, all;\n"
+      "}"
+      : "=r"(all)
+      : "r"(static_cast<int>(value)), "r"(id), "r"(threads)
+      : "memory");
+  return all != 0;
+}
+
 // Registers a thread from here on; by all warps of a warp group. A multiple of 8.
 template <int kRegisters>
 __device__ inline void give_registers_up() {

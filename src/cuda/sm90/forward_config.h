@@ -75,11 +75,13 @@ struct ForwardConfig {
   static constexpr bool kTakesTurns = kHeadDim <= 128;
   // Whether the first scores of a work are computed while the one before ends. Takes registers.
   static constexpr bool kChainsWorks = kPlanned && kHeadDim <= 192 && kScoring != Scoring::kAny;
-  // Whether a consumer leaves out tiles that only others' rows see: past the diagonal, and where it has no rows. Takes a
-  // register.
+  // Whether a consumer leaves out tiles that only others' rows see: past the diagonal, and where it has no rows. Takes
+  // a register.
   static constexpr bool kSkipsTiles = !kPlanned && kScoring != Scoring::kAny;
-  // Whether sums are rescaled only where they must be (softmax.cuh). Pays where tiles are narrow.
-  static constexpr bool kRescalesSeldom = kConsumers == 3 && kTileKeys < 128;
+  // Whether rows that are calm (softmax.cuh) have a loop of their own. The largest heads have no registers left for it,
+  // and wait for the tensor cores anyway; one other kernel has none, either.
+  static constexpr bool kHasCalmLoop =
+      kHeadDim <= 192 && kScoring != Scoring::kAny && !(kHeadDim == 128 && kScoring == Scoring::kKeyBiased);
 
   // Shared memory: panels of 64 columns, 128 bytes a row.
   static constexpr int panels(int columns) { return (columns + 63) / 64; }

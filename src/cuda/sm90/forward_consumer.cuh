@@ -42,8 +42,8 @@ struct ForwardConsumer {
   float scores[1][kKeyNTiles][4];
   float sums[1][kDimNTiles][4];
   float row_max[2], row_sum[2];
-  // The walk over tiles. Dense: the tile, from the last to the first, how many the consumer's rows see, and how many all
-  // of them see in full. In a plan: the slot of the stage's facts, and its marks.
+  // The walk over tiles. Dense: the tile, from the last to the first, how many the consumer's rows see, and how many
+  // all of them see in full. In a plan: the slot of the stage's facts, and its marks.
   int tile, seen_tiles, full_tiles, slot;
   std::uint32_t marks;
 
@@ -367,7 +367,7 @@ struct ForwardConsumer {
   // Makes probabilities of the scores of a tile.
   __device__ void exponentiate_scores(std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
     float rescale[2];
-    exponentiate_rows<Config::kRescalesSeldom>(block.params.score.multiplier, scores, row_max, row_sum, rescale);
+    exponentiate_rows(block.params.score.multiplier, scores, row_max, row_sum, rescale);
     pack_probabilities(probabilities);
   }
 
@@ -380,11 +380,42 @@ struct ForwardConsumer {
     hide();
   }
 
-  __device__ void run_over_tiles(int tiles) {
+  // Whether all rows of the warp group are calm (softmax.cuh). Its warps go on together, as products have to be begun.
+  __device__ bool rows_are_calm() const {
+    bool calm = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      calm &= row_of(i) >= block.params.rows || is_calm(block.params.score.multiplier, row_max[i]);
+    }
+    return __all_sync(~0u, all_at_named_barrier(kCalmBarrier + group, kWarpGroup, calm));
+  }
+
+  // A tile's scores, beside the values of the tile before.
+  template <bool kCalm>
+  __device__ void add_tile(std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
     const float multiplier = block.params.score.multiplier;
+    take_turn();
+    multiply_keys();
+    add_values(probabilities);
+    pass_turn();
+    wgmma_wait<1>();
+    prepare_scores();
+    if constexpr (kCalm) {
+      const bool outgrown = exponentiate_calm_rows(multiplier, scores, row_max, row_sum);
+      wait_for_sums();
+      if (outgrown) raise_references(multiplier, scores, row_max, row_sum, sums);
+    } else {
+      float rescale[2];
+      exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
+      wait_for_sums();
+      rescale_rows(rescale, sums);
+    }
+    pack_probabilities(probabilities);
+  }
+
+  __device__ void run_over_tiles(int tiles) {
     if (!first_seen_tile(tiles)) return release_queries();
     std::uint32_t probabilities[kKeyNTiles / 2][4];
-    float rescale[2];
     // A turn for every tile of the work but its first, so that all consumers take as many.
     const bool takes_turn = Config::kSkipsTiles && tile < tiles - 1;
     if (takes_turn) take_turn();
@@ -396,18 +427,12 @@ struct ForwardConsumer {
     exponentiate_scores(probabilities);
 #pragma unroll 1
     while (true) {
+      bool more = next_tile();
 #pragma unroll 1
-      while (next_tile()) {
-        take_turn();
-        multiply_keys();
-        add_values(probabilities);
-        pass_turn();
-        wgmma_wait<1>();
-        prepare_scores();
-        exponentiate_rows<Config::kRescalesSeldom>(multiplier, scores, row_max, row_sum, rescale);
-        wait_for_sums();
-        rescale_rows<Config::kRescalesSeldom>(rescale, sums);
-        pack_probabilities(probabilities);
+      for (; more && !(Config::kHasCalmLoop && rows_are_calm()); more = next_tile()) add_tile<false>(probabilities);
+      if constexpr (Config::kHasCalmLoop) {
+#pragma unroll 1
+        for (; more; more = next_tile()) add_tile<true>(probabilities);
       }
       if (!is_followed()) break;
       // The first scores of the next work are computed while this one ends.

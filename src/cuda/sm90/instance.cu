@@ -23,8 +23,8 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
   ordered.works = static_cast<std::int32_t>(blocks);
   LaunchShape shape = {blocks, Config::kThreads, Block::kSharedBytes, params.follows_plan};
   if constexpr (kPlanned) {
-    const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors,
-                                                  params.follows_plan, stream);
+    const cudaError_t error =
+        order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors, params.follows_plan, stream);
     if (error != cudaSuccess) return error;
     shape.is_dependent |= ordered.order.count != 0;
   }

@@ -65,7 +65,8 @@ def test_without_mask_and_bias(dtype: torch.dtype, head_dim: int, is_causal: boo
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_biases(dtype: torch.dtype, head_dim: int, planned: bool, form: str, softcap: float) -> None:
-    """Several tiles of rows and keys. A bias by row is copied in boxes where its rows begin at multiples of 16 bytes."""
+    """Several tiles of rows and keys. A bias by row is copied in boxes where its rows begin at multiples of 16 bytes,
+    and read entry by entry elsewhere."""
     rows, keys = 270, 264 if "boxes" in form else 257
     shape = {"per key": (2, 1, 1, keys), "in shared boxes": (1, 2, rows, keys)}.get(form, (2, 4, rows, keys))
     with on_cpu:
