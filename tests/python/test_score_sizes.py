@@ -35,14 +35,14 @@ def integer_case(head_dim: int, dtype: torch.dtype, rows: int = 70, keys: int = 
     return replace(case, query=integers(case.query), key=integers(case.key))
 
 
-def check(case: Case, **options: object) -> None:
+def check(case: Case, *, few_elements: bool = False, **options: object) -> None:
     # Neither the framework's scores nor gradients of query and key, which are multiples of the scale, fit float16.
     overflows = case.query.dtype == torch.float16 and abs(case.options.get("scale", 1.0)) > 100
     if overflows:
         options["needs"] = ("value",)
     got = run_library(case, **options)
     if case.query.dtype != torch.float64 and not overflows:
-        return assert_case_close(case, got, float32_scores=True)
+        return assert_case_close(case, got, few_elements=few_elements, float32_scores=True)
     expected = reference(case)
     for name, tensor in got.items():
         assert_near(tensor, expected[name].value)
@@ -67,7 +67,7 @@ def biases(kind: str, size: float, keys: int) -> Tensor:
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("mask", [None, (1, 1, 70, 1000)])
 @pytest.mark.parametrize("from_last", [False, True])
-@pytest.mark.parametrize("rise", [1, 5, 20, 200, -1, -5, -20, -200])
+@pytest.mark.parametrize("rise", [2, 20, 200, -2, -20, -200])
 def test_scores_that_rise(
     dtype: torch.dtype, rise: int, from_last: bool, mask: tuple[int, ...] | None, head_dim: int
 ) -> None:
@@ -82,7 +82,8 @@ def test_scores_that_rise(
     query[..., 0] = 1
     query[..., 1] = case.query[..., 1]
     key[..., 1] = case.key[..., 1]
-    check(replace(case, query=query, key=key, options={**case.options, "scale": 1.0}), needs=())
+    # The framework's exponents are whole numbers here and have no rounding, those of powers of 2 have.
+    check(replace(case, query=query, key=key, options={**case.options, "scale": 1.0}), few_elements=True, needs=())
 
 
 @pytest.mark.parametrize("sign", SIGNS)
