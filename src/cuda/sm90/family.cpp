@@ -26,9 +26,12 @@ TokenView as_tokens(const BroadcastView& bias) {
   return {bias.data, bias.batch_stride, bias.row_stride, bias.head_stride};
 }
 
-bool has_tensor_map(const AttentionProblem& problem, const BroadcastView& bias) {
-  return bias.dtype == problem.dtype && bias.rows == problem.rows && bias.keys == problem.keys &&
-         bias.key_stride == 1 && sm90::has_tensor_map(as_tokens(bias), bias.batches, bias.rows, bias.heads);
+// Whether the bias differs by row and comes in boxes.
+bool has_boxes_of_bias(const AttentionProblem& problem) {
+  const BroadcastView& bias = problem.bias;
+  return !is_planned(problem) && !is_per_key(bias) && bias.dtype == problem.dtype && bias.rows == problem.rows &&
+         bias.keys == problem.keys && bias.key_stride == 1 &&
+         sm90::has_tensor_map(as_tokens(bias), bias.batches, bias.rows, bias.heads);
 }
 
 bool takes(const AttentionProblem& problem, const Gpu& gpu, Pass pass) {
@@ -36,8 +39,8 @@ bool takes(const AttentionProblem& problem, const Gpu& gpu, Pass pass) {
       problem.keys == 0 || !has_tensor_maps(problem)) {
     return false;
   }
-  const bool has_boxes = is_per_key(problem.bias) || (!is_planned(problem) && has_tensor_map(problem, problem.bias));
-  if ((problem.softcap > 0 || !has_boxes) && bucket_of(problem.head_dim) > sm90::kMostAnyHeadDim) return false;
+  const bool common = problem.softcap == 0 && (is_per_key(problem.bias) || has_boxes_of_bias(problem));
+  if (!common && bucket_of(problem.head_dim) > sm90::kMostAnyHeadDim) return false;
   // Keys of a plan are copied in pieces of 8 columns.
   return !is_planned(problem) || (problem.head_dim % 8 == 0 && is_aligned(problem.key) && is_aligned(problem.value));
 }
@@ -98,7 +101,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.order.blocks = scratch.order;
   params.order.taken = scratch.taken;
   params.next_huge = scratch.next_huge;
-  params.boxes_of_bias = !prepared.planned && !is_per_key(problem.bias) && has_tensor_map(problem, problem.bias);
+  params.boxes_of_bias = has_boxes_of_bias(problem);
   params.follows_plan = prepared.is_written();
   params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));

@@ -5,8 +5,7 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-// As in BroadcastView, with a division that is fast on a GPU; some kernels of sm80 have no registers for
-// it.
+// As in BroadcastView, with a division that is fast on a GPU; some kernels of sm80 have no registers for it.
 __device__ inline std::uint32_t entry_of(int head, std::int64_t head_divisor) {
   return static_cast<std::uint32_t>(head) / static_cast<std::uint32_t>(head_divisor);
 }
