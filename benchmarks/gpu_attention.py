@@ -273,7 +273,7 @@ def sliding(bench: Bench) -> Iterator[Comparison]:
     """The last 1024 keys, as intervals."""
     problem = Problem(16, 16, 128, bench.length(16384))
     window = bench.length(1024)
-    intervals = KeyIntervals.sliding_window(problem.length, left=window - 1, right=0, device=DEVICE)
+    intervals = KeyIntervals.sliding_window(window - 1, 0, problem.length, device=DEVICE)
 
     def ours() -> Tensor:
         return attention(problem.query, problem.key, problem.value, mask=intervals, is_causal=True)
