@@ -141,9 +141,17 @@ struct ForwardConsumer {
 
   __device__ const Facts& facts() const { return block.planned.facts[slot]; }
 
-  // The stage's marks. By a reduction, so that the compiler knows them to be the same in all lanes (see begin).
+  // What one lane of the warp, the one that hands stages and works back, has read, for all. By a reduction, so that the
+  // compiler knows it to be the same in all lanes (see begin). If every lane read for itself, only the order of a
+  // warp's instructions would keep these reads before what is written next, which compute-sanitizer cannot see.
+  template <typename Read>
+  __device__ std::uint32_t read_for_warp(Read read) const {
+    return __reduce_or_sync(~0u, thread() % 32 == 0 ? read() : 0);
+  }
+
+  // The stage's marks.
   __device__ void look() {
-    if constexpr (kPlanned) marks = __reduce_or_sync(~0u, facts().marks);
+    if constexpr (kPlanned) marks = read_for_warp([&] { return facts().marks; });
   }
 
   // Whether there is a first tile, and then a next one.
@@ -311,7 +319,8 @@ struct ForwardConsumer {
     if (Config::kTakesTurns && group == kConsumers - 1) pass_turn();
 #pragma unroll 1
     while (true) {
-      const std::uint32_t kind = __reduce_or_sync(~0u, taker.take().kind);
+      const Work& taken = taker.take();
+      const std::uint32_t kind = read_for_warp([&] { return static_cast<std::uint32_t>(taken.kind); });
       if (kind == Work::kNone) return;
       begin();
       wait_for_queries(taker.slot());
