@@ -241,6 +241,11 @@ def check_kept(intervals: KeyIntervals, window: int) -> None:
 # ---- Peers
 
 
+def if_installed(name: str, work: Work | None) -> dict[str, Work]:
+    """What to compare with, by name: nothing, if the peer is not installed."""
+    return {} if work is None else {name: work}
+
+
 def fa4_forward(problem: Problem, **arguments: object) -> Callable[[], Tensor] | None:
     try:
         from flash_attn.cute import flash_attn_func
