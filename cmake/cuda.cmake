@@ -119,6 +119,7 @@ foreach(source IN ITEMS attention/gradient_passes decode/decode_bfloat16 decode/
   add_cuda_kernels(cuda_${name} src/cuda/${source}.cu)
 endforeach()
 set(cuda_sources
+    src/cuda/attention/backward_call.cpp
     src/cuda/attention/backward_scratch.cpp
     src/cuda/attention/call.cpp
     src/cuda/backend.cpp

@@ -45,22 +45,22 @@ Status make_attention_plan(const AttentionProblem& problem, void* plan, void* wo
 
 Status forward_workspace(const AttentionProblem& problem, std::size_t* bytes) {
   const Gpu gpu = current_gpu();
-  return family_of(problem, gpu, Pass::kForward).arrange_forward(problem, gpu, bytes);
+  return forward_family(problem, gpu).arrange_forward(problem, gpu, bytes);
 }
 
 Status forward(const ForwardProblem& problem, void* workspace, void* stream) {
   const Gpu gpu = current_gpu();
-  return family_of(problem, gpu, Pass::kForward).forward(problem, gpu, workspace, static_cast<cudaStream_t>(stream));
+  return forward_family(problem, gpu).forward(problem, gpu, workspace, static_cast<cudaStream_t>(stream));
 }
 
 Status backward_workspace(const BackwardProblem& problem, std::size_t* bytes) {
   const Gpu gpu = current_gpu();
-  return family_of(problem, gpu, Pass::kBackward).arrange_backward(problem, gpu, bytes);
+  return backward_family(problem, gpu).arrange_backward(problem, gpu, bytes);
 }
 
 Status backward(const BackwardProblem& problem, void* workspace, void* stream) {
   const Gpu gpu = current_gpu();
-  return family_of(problem, gpu, Pass::kBackward).backward(problem, gpu, workspace, static_cast<cudaStream_t>(stream));
+  return backward_family(problem, gpu).backward(problem, gpu, workspace, static_cast<cudaStream_t>(stream));
 }
 
 Status selection_workspace(const SelectionProblem& problem, std::size_t* bytes) {

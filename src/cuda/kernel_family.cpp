@@ -1,6 +1,19 @@
 #include "cuda/kernel_family.h"
 
 namespace flash_dmattn::internal::cuda {
+namespace {
+
+// `takes`: the member that says whether a family does.
+template <typename Problem, typename Takes>
+const KernelFamily* first_that(Takes takes, std::span<const KernelFamily* const> families, const Problem& problem,
+                               const Gpu& gpu) {
+  for (const KernelFamily* family : families) {
+    if (family->*takes != nullptr && (family->*takes)(problem, gpu)) return family;
+  }
+  return nullptr;
+}
+
+}  // namespace
 
 std::span<const KernelFamily* const> kernel_families() {
   static constexpr const KernelFamily* kFamilies[] = {&kDecodeFamily,
@@ -11,16 +24,22 @@ std::span<const KernelFamily* const> kernel_families() {
   return kFamilies;
 }
 
-const KernelFamily* choose_family(std::span<const KernelFamily* const> families, const AttentionProblem& problem,
-                                  const Gpu& gpu, Pass pass) {
-  for (const KernelFamily* family : families) {
-    if (family->takes(problem, gpu, pass)) return family;
-  }
-  return nullptr;
+const KernelFamily* choose_forward(std::span<const KernelFamily* const> families, const AttentionProblem& problem,
+                                   const Gpu& gpu) {
+  return first_that(&KernelFamily::takes_forward, families, problem, gpu);
 }
 
-const KernelFamily& family_of(const AttentionProblem& problem, const Gpu& gpu, Pass pass) {
-  return *choose_family(kernel_families(), problem, gpu, pass);
+const KernelFamily* choose_backward(std::span<const KernelFamily* const> families, const BackwardProblem& problem,
+                                    const Gpu& gpu) {
+  return first_that(&KernelFamily::takes_backward, families, problem, gpu);
+}
+
+const KernelFamily& forward_family(const AttentionProblem& problem, const Gpu& gpu) {
+  return *choose_forward(kernel_families(), problem, gpu);
+}
+
+const KernelFamily& backward_family(const BackwardProblem& problem, const Gpu& gpu) {
+  return *choose_backward(kernel_families(), problem, gpu);
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -4,7 +4,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 
 #include "core/problem.h"
@@ -13,19 +12,18 @@
 
 namespace flash_dmattn::internal::cuda {
 
-enum class Pass : std::uint8_t { kForward, kBackward };
-
-// A family may have one pass only: plans, and what a forward leaves for the backward, are the same for all.
+// A family may have one pass only, and null for the other: plans, and what a forward leaves for the backward, are the
+// same for all.
 struct KernelFamily {
   const char* name;  // in logs and reports
 
   // Whether the family computes this pass of the problem, which is not empty and of a 16-bit type, on this GPU.
-  bool (*takes)(const AttentionProblem&, const Gpu&, Pass);
-
+  bool (*takes_forward)(const AttentionProblem&, const Gpu&);
   // Bytes of workspace, the plan's included, by the code that divides it later. From shapes and strides alone.
   Status (*arrange_forward)(const AttentionProblem&, const Gpu&, std::size_t* bytes);
   Status (*forward)(const ForwardProblem&, const Gpu&, void* workspace, cudaStream_t);
 
+  bool (*takes_backward)(const BackwardProblem&, const Gpu&);
   Status (*arrange_backward)(const BackwardProblem&, const Gpu&, std::size_t* bytes);
   Status (*backward)(const BackwardProblem&, const Gpu&, void* workspace, cudaStream_t);
 };
@@ -37,10 +35,13 @@ extern const KernelFamily kSm90Family;  // in builds for sm_90 (FLASH_DMATTN_SM9
 std::span<const KernelFamily* const> kernel_families();
 
 // The first of them that takes it; null: none.
-const KernelFamily* choose_family(std::span<const KernelFamily* const> families, const AttentionProblem& problem,
-                                  const Gpu& gpu, Pass pass);
+const KernelFamily* choose_forward(std::span<const KernelFamily* const> families, const AttentionProblem& problem,
+                                   const Gpu& gpu);
+const KernelFamily* choose_backward(std::span<const KernelFamily* const> families, const BackwardProblem& problem,
+                                    const Gpu& gpu);
 
 // Of kernel_families().
-const KernelFamily& family_of(const AttentionProblem& problem, const Gpu& gpu, Pass pass);
+const KernelFamily& forward_family(const AttentionProblem& problem, const Gpu& gpu);
+const KernelFamily& backward_family(const BackwardProblem& problem, const Gpu& gpu);
 
 }  // namespace flash_dmattn::internal::cuda

@@ -59,8 +59,7 @@ void fill_report(const AttentionProblem& problem, const PreparedVisibility& prep
                       .plans = plans,
                       .lists = counts.list_chunks / users,
                       .bitmaps = by_row ? plans : 0};
-  report->backend =
-      std::string("cuda/") + family_of(with_contiguous_tokens(problem), current_gpu(), Pass::kForward).name;
+  report->backend = std::string("cuda/") + forward_family(with_contiguous_tokens(problem), current_gpu()).name;
   report->rule = is_planned(problem) ? "a chunk of rows lists its keys unless nearly all neighbours are seen"
                                      : "the causal rule and lengths alone: tiles by arithmetic, no plan";
   report->chunk_rows = kChunkRows;

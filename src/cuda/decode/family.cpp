@@ -6,9 +6,7 @@
 namespace flash_dmattn::internal::cuda {
 namespace {
 
-bool takes(const AttentionProblem& problem, const Gpu&, Pass pass) {
-  return pass == Pass::kForward && decode_applies(problem);
-}
+bool takes(const AttentionProblem& problem, const Gpu&) { return decode_applies(problem); }
 
 Status arrange_forward(const AttentionProblem& problem, const Gpu& gpu, std::size_t* bytes) {
   *bytes = decode_workspace(problem, gpu.processors);
@@ -25,6 +23,6 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
 
 }  // namespace
 
-const KernelFamily kDecodeFamily = {"decode", takes, arrange_forward, forward, nullptr, nullptr};
+const KernelFamily kDecodeFamily = {"decode", takes, arrange_forward, forward, nullptr, nullptr, nullptr};
 
 }  // namespace flash_dmattn::internal::cuda

@@ -1,10 +1,7 @@
 // The kernels with mma.sync and cp.async, which every GPU from sm_80 on runs, as a kernel family. It takes every
 // problem.
-#include <algorithm>
-
-#include "cuda/attention/backward_scratch.h"
+#include "cuda/attention/backward_call.h"
 #include "cuda/attention/call.h"
-#include "cuda/attention/gradient_passes.h"
 #include "cuda/device_kernels.h"
 #include "cuda/kernel_family.h"
 #include "cuda/sm80/launch.h"
@@ -12,7 +9,8 @@
 namespace flash_dmattn::internal::cuda {
 namespace {
 
-bool takes(const AttentionProblem&, const Gpu&, Pass) { return true; }
+bool takes_forward(const AttentionProblem&, const Gpu&) { return true; }
+bool takes_backward(const BackwardProblem&, const Gpu&) { return true; }
 
 const char* variant_on(const Gpu& gpu) { return is_narrow(gpu.shared_limit) ? ", narrow tiles" : ""; }
 
@@ -45,132 +43,36 @@ BackwardTiles tiles_of(const AttentionProblem& problem, const Gpu& gpu) {
   return backward_tiles(problem.head_dim, gpu.shared_limit);
 }
 
-BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, const BackwardScratch& scratch) {
-  BackwardParams params;
-  fill(problem, gpu, scratch.prepared, &params);
-  params.dout = problem.dout;
-  params.row_facts = scratch.row_facts;
-  params.has_large_row = scratch.has_large_row;
-  params.row_stats = static_cast<const RowStats*>(problem.row_stats);
-  params.row_tile = scratch.tiles.rows;
-  params.dquery_sums = scratch.dquery_sums;
-  params.dquery = problem.dquery;
-  params.dkey = problem.dkey;
-  params.dvalue = problem.dvalue;
-  params.dkey_sums = scratch.dkey_sums;
-  params.dvalue_sums = scratch.dvalue_sums;
-  params.dbias_sums = scratch.dbias_sums;
-  params.dbias = scratch.dbias;
-  params.wants_dkey = problem.dkey.defined();
-  params.wants_dvalue = problem.dvalue.defined();
-  params.uses_sums = scratch.wants_sums;
-  params.stored = scratch.stored;
-  params.order.blocks = scratch.order;
-  params.splits = scratch.splits;
-  params.chunk_limit = scratch.prepared.plan.chunk_count;
-  params.colors = scratch.colors;
-  params.key_color_stride = static_cast<std::int64_t>(scratch.key_count);
-  params.bias_color_stride =
-      static_cast<std::int64_t>(scratch.bias_sums == BiasSums::kByHead ? scratch.dbias_count : 0);
-  params.aligned = params.aligned && is_aligned(problem.dout) &&
-                   (!problem.dquery.defined() || is_aligned(problem.dquery)) &&
-                   (!problem.dkey.defined() || is_aligned(problem.dkey)) &&
-                   (!problem.dvalue.defined() || is_aligned(problem.dvalue));
-  return params;
-}
-
-cudaError_t clear_key_sums(const BackwardProblem& problem, const BackwardScratch& scratch, cudaStream_t stream) {
-  if (scratch.stored != nullptr) {
-    return launch_clear_key_sums(problem, scratch.prepared.plan, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums,
-                                 scratch.stored, stream);
-  }
-  const cudaError_t error = clear(scratch.dkey_sums, scratch.key_bytes, stream);
-  return error != cudaSuccess ? error : clear(scratch.dvalue_sums, scratch.key_bytes, stream);
-}
-
-// Blocks that own keys: their gradients, and in one go those of queries and bias.
-void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& scratch, BackwardParams params,
-                       Launches* launches, cudaStream_t stream) {
-  // In a deterministic backward some are left to launch_query_backward.
-  if (scratch.deterministic && params.bias_by_row) params.dbias_sums = nullptr;
-  const bool wanted =
-      params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
-  if (problem.keys == 0 || !wanted) return;
-  const auto launch = [&] {
-    launches->then([&] {
-      return by_type(problem, [&]<typename Element, int kHeadDim>() {
-        return launch_backward<Element, kHeadDim>(params, scratch.prepared.planned, stream);
-      });
-    });
-  };
-  if (scratch.colors == 1) return launch();
-  params.takes_ranges = false;
-  for (std::int32_t first = 0; first < scratch.prepared.plan.chunk_count; first += scratch.launch_chunks) {
-    params.first_chunk = first;
-    params.chunk_limit = std::min(first + scratch.launch_chunks, scratch.prepared.plan.chunk_count);
-    launch();
-  }
-  params.first_chunk = params.chunk_limit = 0;
-  params.takes_ranges = true;
-  launch();
-}
-
-// From sums to gradients.
-void launch_results(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardParams& params,
-                    Launches* launches, cudaStream_t stream) {
-  if (scratch.dquery_sums != nullptr) {
-    launches->then([&] { return launch_query_gradients(problem, params.shared_limit, scratch.dquery_sums, stream); });
-  }
-  if (scratch.deterministic && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
-    launches->then([&] {
-      return by_type(problem, [&]<typename Element, int kHeadDim>() {
-        return launch_query_backward<Element, kHeadDim>(params, scratch.prepared.planned, stream);
-      });
-    });
-  }
-  launches->then([&] {
-    return launch_key_gradients(problem, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums, scratch.stored,
-                                stream);
-  });
-  if (scratch.bias_sums == BiasSums::kByHead) {
-    launches->then([&] { return launch_reduced_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
-  } else if (scratch.bias_sums == BiasSums::kRounded) {
-    launches->then([&] {
-      return launch_bias_gradients(scratch.dbias_sums, bias_elements(problem.dbias), problem.dbias.dtype,
-                                   problem.dbias.data, stream);
-    });
-  }
-}
-
 Status arrange_backward(const BackwardProblem& problem, const Gpu& gpu, std::size_t* bytes) {
-  Arena arena(nullptr);
-  BackwardScratch scratch;
-  scratch.arrange(problem, tiles_of(problem, gpu), &arena);
-  *bytes = arena.used();
-  return scratch.check_key_blocks(problem);
+  return arrange_backward(problem, tiles_of(problem, gpu), bytes);
 }
 
 Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
-  Launches launches;
-  Arena arena(workspace);
-  BackwardScratch scratch;
-  scratch.arrange(problem, tiles_of(problem, gpu), &arena);
-  scratch.prepared.write(problem, &launches, stream);
-  const BackwardParams params = backward_params(problem, gpu, scratch);
-  log_call(kSm80Family.name, variant_on(gpu), "backward", problem, plan_kind(scratch.prepared));
-  launches.then([&] { return clear(scratch.has_large_row, scratch.cleared_bytes, stream); })
-      .then([&] {
-        return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, scratch.has_large_row, stream);
-      })
-      .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); })
-      .then([&] { return clear_key_sums(problem, scratch, stream); });
-  launch_key_passes(problem, scratch, params, &launches, stream);
-  launch_results(problem, scratch, params, &launches, stream);
-  return launches.status();
+  const auto launch = [&](const BackwardParams& params, bool planned) {
+    return by_type(problem, [&]<typename Element, int kHeadDim>() {
+      return launch_backward<Element, kHeadDim>(params, planned, stream);
+    });
+  };
+  const auto launch_of_queries = [&](const BackwardParams& params, bool planned) {
+    return by_type(problem, [&]<typename Element, int kHeadDim>() {
+      return launch_query_backward<Element, kHeadDim>(params, planned, stream);
+    });
+  };
+  const auto round_queries = [&](const float* sums) {
+    return launch_query_gradients(problem, gpu.shared_limit, sums, stream);
+  };
+  const BackwardKernels kernels = {.family = kSm80Family.name,
+                                   .variant = variant_on(gpu),
+                                   .tiles = tiles_of(problem, gpu),
+                                   .launch = launch,
+                                   .launch_query_gradients = round_queries,
+                                   .launch_query_backward = launch_of_queries};
+  return run_backward(problem, gpu, kernels, workspace, stream);
 }
 
 }  // namespace
 
-const KernelFamily kSm80Family = {"sm80", takes, arrange_forward, forward, arrange_backward, backward};
+const KernelFamily kSm80Family = {"sm80",         takes_forward,    arrange_forward, forward,
+                                  takes_backward, arrange_backward, backward};
 
 }  // namespace flash_dmattn::internal::cuda

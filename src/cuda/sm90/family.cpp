@@ -34,9 +34,9 @@ bool has_boxes_of_bias(const AttentionProblem& problem) {
          sm90::has_tensor_map(as_tokens(bias), bias.batches, bias.rows, bias.heads);
 }
 
-bool takes(const AttentionProblem& problem, const Gpu& gpu, Pass pass) {
-  if (pass != Pass::kForward || gpu.capability != 90 || bucket_of(problem.head_dim) < kLeastBucket ||
-      problem.keys == 0 || !has_tensor_maps(problem)) {
+bool takes_forward(const AttentionProblem& problem, const Gpu& gpu) {
+  if (gpu.capability != 90 || bucket_of(problem.head_dim) < kLeastBucket || problem.keys == 0 ||
+      !has_tensor_maps(problem)) {
     return false;
   }
   const bool common = problem.softcap == 0 && (is_per_key(problem.bias) || has_boxes_of_bias(problem));
@@ -125,6 +125,6 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
 
 }  // namespace
 
-const KernelFamily kSm90Family = {"sm90", takes, arrange_forward, forward, nullptr, nullptr};
+const KernelFamily kSm90Family = {"sm90", takes_forward, arrange_forward, forward, nullptr, nullptr, nullptr};
 
 }  // namespace flash_dmattn::internal::cuda

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 
+#include "cuda/sm90/registers.h"
+
 namespace flash_dmattn::internal::cuda::sm90 {
 
 constexpr int kConsumerRows = 64;
@@ -71,6 +73,11 @@ struct ForwardConfig {
                                             : kHeadDim == 96 ? 64
                                                              : 72;
   static constexpr int kValueProducerRegisters = kHeadDim <= 96 ? 48 : 40;
+  static_assert(kConsumers == 3
+                    ? has_registers({kConsumerRegisters, kConsumerRegisters, kConsumerRegisters, kProducerRegisters})
+                : kProducers == 2 ? has_registers({kConsumerRegisters, kConsumerRegisters, kProducerRegisters,
+                                                   kValueProducerRegisters})
+                                  : has_registers({kConsumerRegisters, kConsumerRegisters, kProducerRegisters}));
   // Whether the warp groups take turns at the tensor cores, so that one multiplies while another exponentiates.
   static constexpr bool kTakesTurns = kHeadDim <= 128;
   // Whether the first scores of a work are computed while the one before ends. Takes registers.

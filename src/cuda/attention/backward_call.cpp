@@ -1,0 +1,128 @@
+#include "cuda/attention/backward_call.h"
+
+#include <algorithm>
+
+#include "cuda/attention/call.h"
+#include "cuda/attention/gradient_passes.h"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, const BackwardScratch& scratch) {
+  BackwardParams params;
+  fill(problem, gpu, scratch.prepared, &params);
+  params.dout = problem.dout;
+  params.row_facts = scratch.row_facts;
+  params.has_large_row = scratch.has_large_row;
+  params.row_stats = static_cast<const RowStats*>(problem.row_stats);
+  params.row_tile = scratch.tiles.rows;
+  params.dquery_sums = scratch.dquery_sums;
+  params.dquery = problem.dquery;
+  params.dkey = problem.dkey;
+  params.dvalue = problem.dvalue;
+  params.dkey_sums = scratch.dkey_sums;
+  params.dvalue_sums = scratch.dvalue_sums;
+  params.dbias_sums = scratch.dbias_sums;
+  params.dbias = scratch.dbias;
+  params.wants_dkey = problem.dkey.defined();
+  params.wants_dvalue = problem.dvalue.defined();
+  params.uses_sums = scratch.wants_sums;
+  params.stored = scratch.stored;
+  params.order.blocks = scratch.order;
+  params.splits = scratch.splits;
+  params.chunk_limit = scratch.prepared.plan.chunk_count;
+  params.colors = scratch.colors;
+  params.key_color_stride = static_cast<std::int64_t>(scratch.key_count);
+  params.bias_color_stride =
+      static_cast<std::int64_t>(scratch.bias_sums == BiasSums::kByHead ? scratch.dbias_count : 0);
+  params.aligned = params.aligned && is_aligned(problem.dout) &&
+                   (!problem.dquery.defined() || is_aligned(problem.dquery)) &&
+                   (!problem.dkey.defined() || is_aligned(problem.dkey)) &&
+                   (!problem.dvalue.defined() || is_aligned(problem.dvalue));
+  return params;
+}
+
+cudaError_t clear_key_sums(const BackwardProblem& problem, const BackwardScratch& scratch, cudaStream_t stream) {
+  if (scratch.stored != nullptr) {
+    return launch_clear_key_sums(problem, scratch.prepared.plan, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums,
+                                 scratch.stored, stream);
+  }
+  const cudaError_t error = clear(scratch.dkey_sums, scratch.key_bytes, stream);
+  return error != cudaSuccess ? error : clear(scratch.dvalue_sums, scratch.key_bytes, stream);
+}
+
+// Blocks that own keys: their gradients, and in one go those of queries and bias.
+void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
+                       BackwardParams params, Launches* launches) {
+  // In a deterministic backward some are left to launch_query_backward.
+  if (scratch.deterministic && params.bias_by_row) params.dbias_sums = nullptr;
+  const bool wanted =
+      params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
+  if (problem.keys == 0 || !wanted) return;
+  const auto launch = [&] { launches->then([&] { return kernels.launch(params, scratch.prepared.planned); }); };
+  if (scratch.colors == 1) return launch();
+  params.takes_ranges = false;
+  for (std::int32_t first = 0; first < scratch.prepared.plan.chunk_count; first += scratch.launch_chunks) {
+    params.first_chunk = first;
+    params.chunk_limit = std::min(first + scratch.launch_chunks, scratch.prepared.plan.chunk_count);
+    launch();
+  }
+  params.first_chunk = params.chunk_limit = 0;
+  params.takes_ranges = true;
+  launch();
+}
+
+// From sums to gradients.
+void launch_results(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
+                    const BackwardParams& params, Launches* launches, cudaStream_t stream) {
+  if (scratch.dquery_sums != nullptr) {
+    launches->then([&] { return kernels.launch_query_gradients(scratch.dquery_sums); });
+  }
+  if (scratch.deterministic && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
+    launches->then([&] { return kernels.launch_query_backward(params, scratch.prepared.planned); });
+  }
+  launches->then([&] {
+    return launch_key_gradients(problem, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums, scratch.stored,
+                                stream);
+  });
+  if (scratch.bias_sums == BiasSums::kByHead) {
+    launches->then([&] { return launch_reduced_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
+  } else if (scratch.bias_sums == BiasSums::kRounded) {
+    launches->then([&] {
+      return launch_bias_gradients(scratch.dbias_sums, bias_elements(problem.dbias), problem.dbias.dtype,
+                                   problem.dbias.data, stream);
+    });
+  }
+}
+
+}  // namespace
+
+Status arrange_backward(const BackwardProblem& problem, BackwardTiles tiles, std::size_t* bytes) {
+  Arena arena(nullptr);
+  BackwardScratch scratch;
+  scratch.arrange(problem, tiles, &arena);
+  *bytes = arena.used();
+  return scratch.check_key_blocks(problem);
+}
+
+Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const BackwardKernels& kernels, void* workspace,
+                    cudaStream_t stream) {
+  Launches launches;
+  Arena arena(workspace);
+  BackwardScratch scratch;
+  scratch.arrange(problem, kernels.tiles, &arena);
+  scratch.prepared.write(problem, &launches, stream);
+  const BackwardParams params = backward_params(problem, gpu, scratch);
+  log_call(kernels.family, kernels.variant, "backward", problem, plan_kind(scratch.prepared));
+  launches.then([&] { return clear(scratch.has_large_row, scratch.cleared_bytes, stream); })
+      .then([&] {
+        return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, scratch.has_large_row, stream);
+      })
+      .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); })
+      .then([&] { return clear_key_sums(problem, scratch, stream); });
+  launch_key_passes(problem, scratch, kernels, params, &launches);
+  launch_results(problem, scratch, kernels, params, &launches, stream);
+  return launches.status();
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,19 @@
+// How the warp groups of a block share a multiprocessor's registers.
+#pragma once
+
+#include <initializer_list>
+
+namespace flash_dmattn::internal::cuda::sm90 {
+
+// Whether every warp group gets the registers a thread that it asks for. A block begins with as many, in eights, as all
+// of its threads can have alike; where these are given up and taken anew (setmaxnreg), a group that asks for more than
+// others have given up waits forever.
+constexpr bool has_registers(std::initializer_list<int> groups) {
+  constexpr int kRegisters = 65536, kGroupThreads = 128;
+  const int threads = static_cast<int>(groups.size()) * kGroupThreads;
+  int wanted = 0;
+  for (const int registers : groups) wanted += registers;
+  return wanted <= kRegisters / threads / 8 * 8 * static_cast<int>(groups.size());
+}
+
+}  // namespace flash_dmattn::internal::cuda::sm90
