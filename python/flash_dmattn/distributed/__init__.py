@@ -1,0 +1,9 @@
+"""Attention over a sequence that is split across the ranks of a process group (docs/distributed.md).
+
+Every rank holds an equal share of the tokens, all of their heads. The functions here take a rank's share and return its
+share of the result; gradients flow to the ranks that own them.
+"""
+
+from .dynamic_mask import dynamic_mask_attention
+
+__all__ = ["dynamic_mask_attention"]
