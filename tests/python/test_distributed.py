@@ -10,7 +10,8 @@ import flash_dmattn
 import pytest
 import torch
 import torch.distributed as dist
-from flash_dmattn.distributed import dynamic_mask_attention
+from flash_dmattn import KeyIntervals
+from flash_dmattn.distributed import attention, dynamic_mask_attention, shard, unshard
 from ranks import Ranks, start_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -292,3 +293,131 @@ def test_a_rank_that_never_calls_ends_in_torchs_timeout(tmp_path: Path) -> None:
     with start_ranks(2, tmp_path) as started:
         waited, left = started.run(leave_or_wait, str(tmp_path))
     assert left == "left" and "imed out" in waited
+
+
+# ---- Intervals
+
+
+def intervals_for_heads(length: int) -> KeyIntervals:
+    """Random ones, many of them empty, of which bounds leave the sequence; other ones for each key head."""
+    generator = torch.Generator().manual_seed(2)
+    begin, end = torch.randint(-5, length + 5, (2, BATCH, KEY_HEADS, length), generator=generator, dtype=torch.int32)
+    return KeyIntervals(begin, end)
+
+
+def documents(length: int) -> KeyIntervals:
+    bounds = torch.tensor([0, 5, 40, length], dtype=torch.int32)
+    return KeyIntervals.documents(bounds, length)
+
+
+def nothing(length: int) -> KeyIntervals:
+    return KeyIntervals(*torch.zeros(2, 1, 1, length, dtype=torch.int32))
+
+
+MASKS: dict[str, tuple[Callable[[int], KeyIntervals | None], bool]] = {  # and whether the call is causal
+    "none": (lambda length: None, False),
+    "causal": (lambda length: None, True),
+    "window": (lambda length: KeyIntervals.sliding_window(6, 0, length), False),
+    "window_to_both_sides": (lambda length: KeyIntervals.sliding_window(3, 9, length), False),
+    "documents": (documents, True),
+    "intervals_of_heads": (intervals_for_heads, False),
+    "intervals_of_heads_causal": (intervals_for_heads, True),
+    "nothing": (nothing, False),
+}  # fmt: skip
+
+
+def compare_intervals(name: str, order: str, with_bias: bool, dtype: torch.dtype) -> None:
+    make_mask, is_causal = MASKS[name]
+    size = dist.get_world_size()
+    whole = make_arguments(Setting(dtype=dtype), size)
+    mask = make_mask(SHARE * size)
+    bias = whole.pop("key_bias")
+    leaves = ["query", "key", "value"]
+    if with_bias:
+        whole["bias"] = bias
+        leaves.append("bias")
+    dims = TOKEN_DIM | {"bias": 2, "out": 1}
+
+    def run(function: Callable[..., Tensor], arguments: dict[str, Tensor], **options: object) -> dict[str, Tensor]:
+        given = {leaf: arguments[leaf].clone().requires_grad_() for leaf in leaves}
+        out = function(mask=mask, is_causal=is_causal, **given, **options)
+        gradients = torch.autograd.grad(out, list(given.values()), arguments["dout"])
+        return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))
+
+    wanted = run(flash_dmattn.attention, whole)
+    own = {part: shard(tensor, group=dist.group.WORLD, dim=dims[part], order=order) for part, tensor in whole.items()}
+    found = run(attention, own, group=dist.group.WORLD, order=order)
+    tolerance = {torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
+    for part, tensor in found.items():
+        together = unshard(tensor, group=dist.group.WORLD, dim=dims[part], order=order)
+        size = max(wanted[part].abs().max().item(), 1)
+        torch.testing.assert_close(
+            together, wanted[part], atol=tolerance * size, rtol=0, msg=lambda m, part=part: f"{part}: {m}"
+        )
+
+
+@pytest.mark.parametrize("order", ["contiguous", "head-tail"])
+@pytest.mark.parametrize("name", MASKS)
+def test_intervals(ranks: Ranks, name: str, order: str) -> None:
+    ranks.run(compare_intervals, name, order, name.startswith("intervals"), torch.float64)
+
+
+def test_intervals_in_bfloat16(ranks: Ranks) -> None:
+    ranks.run(compare_intervals, "intervals_of_heads", "head-tail", True, torch.bfloat16)
+
+
+def see_unused_keys() -> None:
+    """What no row of another rank sees does not come, so that it may be anything."""
+    size = dist.get_world_size()
+    whole = make_arguments(Setting(), size)
+    mask = KeyIntervals.sliding_window(6, 0, SHARE * size)
+    own = {name: share_of(name, whole[name]) for name in ("query", "key", "value")}
+    counts = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if "all_to_all" in str(operator):
+                counts.append(args[0].shape[0])
+            return operator(*args, **(kwargs or {}))
+
+    with Count():
+        attention(**own, mask=mask, group=dist.group.WORLD)
+    # Its own keys stay where they are; of them the last six go to the next rank, too.
+    assert counts == [SHARE + (6 if dist.get_rank() < size - 1 else 0)]
+
+
+def test_only_keys_that_are_seen_travel(ranks: Ranks) -> None:
+    ranks.run(see_unused_keys)
+
+
+REFUSED_INTERVALS = {
+    "mask_of_a_share": ({"mask": KeyIntervals.causal(SHARE)}, ValueError, "mask must be of the whole sequence"),
+    "bool_mask": ({"mask": torch.ones(SHARE, SHARE, dtype=torch.bool)}, TypeError, "mask must be KeyIntervals"),
+    "bias_by_row": ({"bias": torch.zeros(1, 1, SHARE, SHARE)}, ValueError, "bias must be a share of a bias per key"),
+    "order": ({"order": "zigzag"}, ValueError, "order must be one of 'contiguous', 'head-tail'; got order 'zigzag'"),
+    "one_length": ({"query": torch.zeros(BATCH, 1, HEADS, HEAD_DIM)}, ValueError, "of one length"),
+}
+
+
+def refuse_intervals(name: str) -> None:
+    changes, error, message = REFUSED_INTERVALS[name]
+    own = plain_shares()
+    given = {leaf: own[leaf] for leaf in ("query", "key", "value")}
+    with pytest.raises(error, match=message):
+        attention(**given | {"group": dist.group.WORLD} | changes)
+
+
+@pytest.mark.parametrize("name", REFUSED_INTERVALS)
+def test_what_intervals_cannot_say_is_refused(ranks: Ranks, name: str) -> None:
+    ranks.run(refuse_intervals, name)
+
+
+def refuse_lengths() -> None:
+    size = dist.get_world_size()
+    for order, parts in (("contiguous", size), ("head-tail", 2 * size)):
+        with pytest.raises(ValueError, match=f"multiple of {parts} tokens"):
+            shard(torch.zeros(1, 2 * size + 1), group=dist.group.WORLD, order=order)
+
+
+def test_sequences_that_do_not_divide_are_refused(ranks: Ranks) -> None:
+    ranks.run(refuse_lengths)

@@ -5,5 +5,7 @@ share of the result; gradients flow to the ranks that own them.
 """
 
 from .dynamic_mask import dynamic_mask_attention
+from .interval_mask import attention
+from .order import shard, unshard
 
-__all__ = ["dynamic_mask_attention"]
+__all__ = ["attention", "dynamic_mask_attention", "shard", "unshard"]

@@ -6,6 +6,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,6 +60,11 @@ def check_agreement(group: ProcessGroup, facts: dict[str, object], check: bool) 
     if differing:
         raise ValueError("all ranks of group must give the same shapes, dtypes and values; got " + "; ".join(differing))
     _agreed.add(group)
+
+
+def described(tensor: Tensor | None) -> str:
+    """Dtype and shape, as a fact for check_agreement."""
+    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _listed(ranks: list[int]) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import functional
 from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
 from ..selection import select_keys
-from ._ranks import check_agreement, group_of
+from ._ranks import check_agreement, described, group_of
 
 _ALIGNMENT = 16  # bytes, of the tensors in what a rank sends
 
@@ -84,7 +84,7 @@ def dynamic_mask_attention(
     tensors = {"query": query, "key": key, "value": value, "key_bias": key_bias, "scores": scores, "key_mask": key_mask}
     check_agreement(
         group,
-        {name: _described(tensor) for name, tensor in tensors.items()}
+        {name: described(tensor) for name, tensor in tensors.items()}
         | {"window_size": window_size, "scale": scale, "softcap": softcap}
         | {"gradients": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())},
         check,
@@ -132,10 +132,6 @@ def _refuse_inexact(
                 f"heads of a key head see the same keys of other ranks; got {name} {tuple(tensor.shape)}, "
                 f"key {tuple(key.shape)}"
             )
-
-
-def _described(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _prepend_kept(
