@@ -65,10 +65,15 @@ class KeyBias(nn.Module):
         self.convolution = nn.Conv1d(channels, channels, config.convolution, groups=channels)
         self.projection = nn.Linear(channels, config.key_heads, bias=False)  # W
         self.strength = nn.Parameter(torch.zeros(config.key_heads))  # A
+        self.values_before = self.no_values  # train_distributed.py puts another function here
+
+    def no_values(self, value: Tensor) -> Tensor:
+        """What stands before the first position: zeros, (B, history, Hkv, D)."""
+        return value.new_zeros(value.shape[0], self.history, *value.shape[2:])
 
     def forward(self, value: Tensor) -> Tensor:
         """value (B, S, Hkv, D) -> bias (B, Hkv, S)."""
-        channels = F.pad(value.flatten(2).transpose(1, 2), (self.history, 0))
+        channels = torch.cat([self.values_before(value), value], dim=1).flatten(2).transpose(1, 2)
         mixed = self.convolution(channels).transpose(1, 2)  # (B, S, Hkv * D)
         return torch.exp(self.strength * F.softplus(self.projection(mixed))).transpose(1, 2)
 
@@ -83,7 +88,7 @@ class DynamicMaskAttention(nn.Module):
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.key_bias = KeyBias(config)
         self.output = nn.Linear(config.width, config.width, bias=False)
-        self.attend = dynamic_mask_attention  # comparison.py puts another function here
+        self.attend = dynamic_mask_attention  # comparison.py and train_distributed.py put others here
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: KeyValueCache) -> Tensor:
         """x (B, S, width), the newest positions -> (B, S, width)."""
@@ -138,10 +143,13 @@ class LanguageModel(nn.Module):
             for last in (block.attention.output, block.feed_forward.down):
                 nn.init.normal_(last.weight, std=last.in_features**-0.5 / math.sqrt(2 * config.layers))
 
-    def forward(self, tokens: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
-        """tokens int64 (B, S) -> logits (B, S, vocabulary). With caches, `tokens` continue what the caches hold."""
+    def forward(self, tokens: Tensor, caches: list[KeyValueCache] | None = None, first_position: int = 0) -> Tensor:
+        """tokens int64 (B, S) -> logits (B, S, vocabulary). With caches, `tokens` continue what the caches hold.
+
+        `first_position`: of the first token that this model sees, where others hold those before it.
+        """
         caches = caches or self.empty_caches()
-        past = 0 if caches[0].key is None else caches[0].key.shape[1]
+        past = first_position + (0 if caches[0].key is None else caches[0].key.shape[1])
         positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         rotation = rotation_of(positions, self.config.head_dim)
         x = self.embedding(tokens)

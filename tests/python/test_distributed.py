@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from flash_dmattn import KeyIntervals
-from flash_dmattn.distributed import attention, dynamic_mask_attention, shard, unshard
+from flash_dmattn.distributed import attention, dynamic_mask_attention, previous_tokens, shard, unshard
 from ranks import Ranks, start_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 BATCH, HEADS, KEY_HEADS, HEAD_DIM, SHARE = 2, 4, 2, 16, 24  # SHARE: tokens of a rank
 TOKEN_DIM = {"query": 1, "key": 1, "value": 1, "key_bias": 2, "scores": 2, "key_mask": 2, "dout": 1}
@@ -421,3 +423,90 @@ def refuse_lengths() -> None:
 
 def test_sequences_that_do_not_divide_are_refused(ranks: Ranks) -> None:
     ranks.run(refuse_lengths)
+
+
+# ---- Tokens of the rank before
+
+
+def compare_halo() -> None:
+    """A convolution over four tokens."""
+    whole = make_arguments(Setting(), dist.get_world_size())
+    kernel = torch.arange(1.0, 5, dtype=torch.float64)
+
+    def mix(value: Tensor, before: Tensor) -> Tensor:
+        return torch.cat([before, value], 1).unfold(1, 4, 1) @ kernel
+
+    results = []
+    for value, dout, before_of in (
+        (whole["value"], whole["dout"][:, :, :KEY_HEADS], lambda value: value.new_zeros(value[:, :3].shape)),
+        (
+            share_of("value", whole["value"]),
+            share_of("dout", whole["dout"][:, :, :KEY_HEADS]),
+            lambda value: previous_tokens(value, 3, group=dist.group.WORLD),
+        ),
+    ):
+        leaf = value.clone().requires_grad_()
+        out = mix(leaf, before_of(leaf))
+        out.backward(dout)
+        results.append((out.detach(), leaf.grad))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, share_of("out", expected), atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match=f"between 0 and the share's {SHARE} tokens"):
+        previous_tokens(whole["value"][:, :SHARE], SHARE + 1, group=dist.group.WORLD)
+
+
+def test_tokens_of_the_rank_before(ranks: Ranks) -> None:
+    ranks.run(compare_halo)
+
+
+# ---- Beside other ways to share work
+
+
+class Layer(torch.nn.Module):
+    """Projections and dynamic-mask attention."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = HEADS * HEAD_DIM
+        self.query = torch.nn.Linear(width, width, dtype=torch.float64)
+        self.key_value = torch.nn.Linear(width, 2 * KEY_HEADS * HEAD_DIM, dtype=torch.float64)
+        self.score = torch.nn.Linear(width, KEY_HEADS, dtype=torch.float64)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(2, (HEADS, HEAD_DIM))
+        key, value = self.key_value(x).unflatten(2, (2 * KEY_HEADS, HEAD_DIM)).chunk(2, 2)
+        bias = self.score(x).mT
+        if self.group is None:
+            return flash_dmattn.dynamic_mask_attention(query, key, value, bias, 10).flatten(2)
+        return dynamic_mask_attention(query, key, value, bias, 10, group=self.group).flatten(2)
+
+
+def compare_layer(way: str) -> None:
+    whole = make_arguments(Setting(), dist.get_world_size())["query"].flatten(2)
+    one = Layer(None)
+    one(whole).square().mean().backward()
+    wanted = {name: parameter.grad for name, parameter in one.named_parameters()}
+    layer: torch.nn.Module = Layer(dist.group.WORLD)
+    own = shard(whole, group=dist.group.WORLD)
+    if way == "ddp":
+        layer = torch.nn.parallel.DistributedDataParallel(layer, process_group=dist.new_group())
+    elif way == "fsdp2":
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    out = checkpoint(layer, own, use_reentrant=False) if way == "activation_checkpointing" else layer(own)
+    out.square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        gradient = parameter.grad
+        if way == "activation_checkpointing":  # nobody averages gradients of the weights
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        elif way == "fsdp2":
+            gradient = gradient.full_tensor()
+        torch.testing.assert_close(gradient, wanted[name.removeprefix("module.")], atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "activation_checkpointing"])
+def test_beside_other_ways_to_share_work(ranks: Ranks, way: str) -> None:
+    """Each averages gradients of weights over the ranks, whose losses' mean is that of the whole sequence."""
+    ranks.run(compare_layer, way)

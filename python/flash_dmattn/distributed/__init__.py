@@ -5,7 +5,8 @@ share of the result; gradients flow to the ranks that own them.
 """
 
 from .dynamic_mask import dynamic_mask_attention
+from .halo import previous_tokens
 from .interval_mask import attention
 from .order import shard, unshard
 
-__all__ = ["attention", "dynamic_mask_attention", "shard", "unshard"]
+__all__ = ["attention", "dynamic_mask_attention", "previous_tokens", "shard", "unshard"]
