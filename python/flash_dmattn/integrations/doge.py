@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, DogeConfig, PreTrainedConfig, masking_utils
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalLM, DogePreTrainedModel, DogeRMSNorm
@@ -24,7 +25,7 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalL
 from ..functional import attention
 from ..prepared import PreparedMask
 from ..selection import KeyIntervals, select_keys
-from . import attention_interface
+from . import _doge_split, attention_interface
 from ._doge_cache import CacheStep, key_scores
 from ._inputs import cast_inputs, model_dtype, refuse_unknown, refuse_unsupported
 from ._masks import (
@@ -42,7 +43,9 @@ _enabled_configs: set[type[PreTrainedConfig]] = set()
 _implementations_before: WeakKeyDictionary[DogePreTrainedModel, str] = WeakKeyDictionary()
 
 
-def enable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) -> None:
+def enable(
+    model_or_class: nn.Module | type[DogePreTrainedModel] | None = None, *, cp_mesh: DeviceMesh | None = None
+) -> None:
     """Lets Doge models run on flash_dmattn, for training and generation. Weights and results stay what they are.
 
     Args:
@@ -50,10 +53,17 @@ def enable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) 
             attn_implementation "dmattn", which models share that were made from the same configuration object. A Doge
             model class, all of whose models are meant, those that exist and those to come, as long as their
             configuration class is the same. None: all Doge models.
+        cp_mesh: sequences are split across its ranks (context parallelism, docs/distributed.md): the model takes this
+            rank's share of input_ids and attention_mask (B, S / P), and without position_ids numbers positions through
+            the whole sequence. A mesh of one dimension; needs a model. Without caches, packed sequences and windows;
+            labels are the caller's to shift across shares.
 
     Raises:
-        ValueError: there is no Doge model in it. TypeError: it is neither of these.
+        ValueError: there is no Doge model in it; cp_mesh without a model, or of one that it cannot be for. TypeError:
+            it is neither of these.
     """
+    if cp_mesh is not None and not isinstance(model_or_class, nn.Module):
+        raise ValueError("cp_mesh needs a model, model_or_class: processes split the sequences of certain models")
     if model_or_class is None or isinstance(model_or_class, type):
         _enabled_configs.add(_config_class(model_or_class))
         return
@@ -61,6 +71,8 @@ def enable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) 
         if model.config._attn_implementation != attention_interface.NAME:
             _implementations_before[model] = model.config._attn_implementation
             model.set_attn_implementation(attention_interface.NAME)
+        if cp_mesh is not None:
+            _doge_split.split(model, cp_mesh)
 
 
 def disable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None) -> None:
@@ -74,6 +86,7 @@ def disable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None)
         _enabled_configs.discard(_config_class(model_or_class))
         return
     for model in _models_in(model_or_class):
+        _doge_split.unsplit(model)
         if model.config._attn_implementation == attention_interface.NAME:
             model.set_attn_implementation(_implementations_before.pop(model, "eager"))
 
@@ -213,15 +226,18 @@ def _forward(
     value = self.v_proj(hidden_states)
     query, key = _rotated(query, key, *position_embeddings)
 
-    step = None
-    if past_key_values is None:
+    mesh, step = _doge_split.mesh_of(self), None
+    if past_key_values is None or mesh is not None:
         scores, value = key_scores(self, value), value.view(by_head)
     else:
         step = CacheStep(self, past_key_values)
         key, value, scores = step.update(key, value)
-    visible, is_causal, seqlens_k = _visible_keys(self, scores, attention_mask, query.shape[1], step)
-
     query, key, value = cast_inputs(model_dtype(self, query), query, key, value)
+    if mesh is not None:
+        out = _doge_split.attend(self, mesh, query, key, value, scores, attention_mask, past_key_values)
+        return self.o_proj(out.reshape(*lengths, -1)), None
+
+    visible, is_causal, seqlens_k = _visible_keys(self, scores, attention_mask, query.shape[1], step)
     out = attention(
         query,
         key,
