@@ -16,6 +16,7 @@ from ranks import Ranks, start_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -457,6 +458,34 @@ def compare_halo() -> None:
 
 def test_tokens_of_the_rank_before(ranks: Ranks) -> None:
     ranks.run(compare_halo)
+
+
+# ---- DTensors
+
+
+def compare_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = make_arguments(Setting(), dist.get_world_size())
+    split = {name: distribute_tensor(tensor, mesh, [Shard(TOKEN_DIM[name])]) for name, tensor in whole.items()}
+    wanted = results_of(flash_dmattn.dynamic_mask_attention, whole, 10)
+    found = results_of(dynamic_mask_attention, split, 10)
+    for name, tensor in found.items():
+        assert isinstance(tensor, DTensor)
+        torch.testing.assert_close(tensor.full_tensor(), wanted[name], atol=1e-12, rtol=0)
+    parts = {name: split[name] for name in ("query", "key", "value")}
+    out = attention(**parts, bias=split["key_bias"], is_causal=True)
+    expected = flash_dmattn.attention(**{name: whole[name] for name in parts}, bias=whole["key_bias"], is_causal=True)
+    torch.testing.assert_close(out.full_tensor(), expected, atol=1e-12, rtol=0)
+    with pytest.raises(TypeError, match="value must be a DTensor where others are"):
+        attention(**parts | {"value": share_of("value", whole["value"])})
+    with pytest.raises(ValueError, match="key must be split along the sequence"):
+        attention(**parts | {"key": distribute_tensor(whole["key"], mesh, [Shard(3)])})
+    with pytest.raises(ValueError, match="group must be the mesh of the DTensors"):
+        attention(**parts, group=dist.group.WORLD)
+
+
+def test_dtensors(ranks: Ranks) -> None:
+    ranks.run(compare_dtensors)
 
 
 # ---- Beside other ways to share work

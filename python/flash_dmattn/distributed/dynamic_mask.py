@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import functional
 from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
 from ..selection import select_keys
+from ._dtensor import from_share, to_shares
 from ._ranks import check_agreement, described, group_of
 
 _ALIGNMENT = 16  # bytes, of the tensors in what a rank sends
@@ -33,7 +34,7 @@ def dynamic_mask_attention(
     key_bias: Tensor,
     window_size: int,
     *,
-    group: ProcessGroup | DeviceMesh,
+    group: ProcessGroup | DeviceMesh | None = None,
     scores: Tensor | None = None,
     key_mask: Tensor | None = None,
     selection: str = "causal",
@@ -56,7 +57,8 @@ def dynamic_mask_attention(
         query: (B, S / P, H, D); key, value: (B, S / P, Hkv, D): this rank's share, the same shape on every rank.
         key_bias: (B or 1, Hkv or 1, S / P), query's dtype or float32.
         window_size: keys that a row sees at most, of the whole sequence.
-        group: the ranks, in the order of the sequence; or a mesh of one dimension.
+        group: the ranks, in the order of the sequence; or a mesh of one dimension. DTensors have one: query, key, value
+            and what is per key, all split along the sequence, may be given instead of shares.
         scores: what to select by, detached; default key_bias. (B or 1, Hkv or 1, S / P), any floating dtype.
         key_mask: bool (B or 1, heads of scores or 1, S / P); False hides the key, before the selection.
         selection, seqlens_k: for the names of the other function only; see below.
@@ -65,7 +67,7 @@ def dynamic_mask_attention(
             call does so, and all with TORCH_DISTRIBUTED_DEBUG=DETAIL; others trust the ranks.
 
     Returns:
-        out (B, S / P, H, D), this rank's share.
+        out (B, S / P, H, D), this rank's share; of DTensors (B, S, H, D), split likewise.
 
     Raises:
         As `flash_dmattn.dynamic_mask_attention`, and ValueError: what is not exact this way, which is selection
@@ -79,9 +81,23 @@ def dynamic_mask_attention(
         check_optional_tensor(name, tensor)
     check_bool("check", check)
     window_size = as_int("window_size", window_size)
+    tensors = {"query": query, "key": key, "value": value, "key_bias": key_bias, "scores": scores, "key_mask": key_mask}
+    shares, mesh = to_shares(tensors, group)
+    if mesh is not None:
+        out = dynamic_mask_attention(
+            **shares,
+            window_size=window_size,
+            group=mesh,
+            selection=selection,
+            seqlens_k=seqlens_k,
+            scale=scale,
+            softcap=softcap,
+            deterministic=deterministic,
+            check=check,
+        )
+        return from_share(out, mesh)
     group = group_of(group)
     _refuse_inexact(query, key, {"key_bias": key_bias, "scores": scores}, selection, seqlens_k)
-    tensors = {"query": query, "key": key, "value": value, "key_bias": key_bias, "scores": scores, "key_mask": key_mask}
     check_agreement(
         group,
         {name: described(tensor) for name, tensor in tensors.items()}

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import functional
 from .._arguments import check_bool, check_optional_tensor, check_tensor
 from ..selection import KeyIntervals
+from ._dtensor import from_share, to_shares
 from ._ranks import check_agreement, described, group_of
 from .order import Order, part_length, parts_of
 
@@ -24,7 +25,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    group: ProcessGroup | DeviceMesh,
+    group: ProcessGroup | DeviceMesh | None = None,
     mask: KeyIntervals | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
@@ -45,7 +46,8 @@ def attention(
 
     Args:
         query: (B, S / P, H, D); key, value: (B, S / P, Hkv, D): this rank's share, the same shape on every rank.
-        group: the ranks, in the order of the sequence; or a mesh of one dimension.
+        group: the ranks, in the order of the sequence; or a mesh of one dimension. DTensors have one, as for
+            `dynamic_mask_attention`.
         mask: of the whole sequence, (B or 1, H or Hkv or 1, S), the same on every rank. None: every key is visible but
             for the causal rule.
         bias: this rank's share of a bias per key, (B or 1, H or Hkv or 1, S / P), query's dtype or float32. Its
@@ -56,7 +58,7 @@ def attention(
         check: as in `dynamic_mask_attention`.
 
     Returns:
-        out (B, S / P, H, D), this rank's share.
+        out (B, S / P, H, D), this rank's share; of DTensors (B, S, H, D), split likewise.
 
     Raises:
         As `flash_dmattn.attention`, and ValueError: a mask or bias of another form, or of another length; ranks that
@@ -69,11 +71,25 @@ def attention(
     check_optional_tensor("bias", bias)
     check_bool("is_causal", is_causal)
     check_bool("check", check)
+    tensors = {"query": query, "key": key, "value": value, "bias": bias}
+    shares, mesh = to_shares(tensors, group)
+    if mesh is not None:
+        out = attention(
+            **shares,
+            group=mesh,
+            mask=mask,
+            scale=scale,
+            is_causal=is_causal,
+            softcap=softcap,
+            deterministic=deterministic,
+            order=order,
+            check=check,
+        )
+        return from_share(out, mesh)
     group = group_of(group)
     seqlen = key.shape[1] * group.size()
     _check_forms(query, key, mask, bias, seqlen)
     part_length(seqlen, group.size(), order)
-    tensors = {"query": query, "key": key, "value": value, "bias": bias}
     check_agreement(
         group,
         {name: described(tensor) for name, tensor in tensors.items()}
