@@ -11,12 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from flash_dmattn import KeyIntervals
-from flash_dmattn.distributed import attention, dynamic_mask_attention, previous_tokens, shard, unshard
+from flash_dmattn.distributed import (
+    DynamicMaskAttention,
+    DynamicMaskParallel,
+    attention,
+    dynamic_mask_attention,
+    previous_tokens,
+    shard,
+    unshard,
+)
 from ranks import Ranks, start_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -494,35 +503,34 @@ def test_dtensors(ranks: Ranks) -> None:
 class Layer(torch.nn.Module):
     """Projections and dynamic-mask attention."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         width = HEADS * HEAD_DIM
         self.query = torch.nn.Linear(width, width, dtype=torch.float64)
         self.key_value = torch.nn.Linear(width, 2 * KEY_HEADS * HEAD_DIM, dtype=torch.float64)
         self.score = torch.nn.Linear(width, KEY_HEADS, dtype=torch.float64)
-        self.group = group
+        self.attend = DynamicMaskAttention(10)
 
     def forward(self, x: Tensor) -> Tensor:
         query = self.query(x).unflatten(2, (HEADS, HEAD_DIM))
         key, value = self.key_value(x).unflatten(2, (2 * KEY_HEADS, HEAD_DIM)).chunk(2, 2)
         bias = self.score(x).mT
-        if self.group is None:
-            return flash_dmattn.dynamic_mask_attention(query, key, value, bias, 10).flatten(2)
-        return dynamic_mask_attention(query, key, value, bias, 10, group=self.group).flatten(2)
+        return self.attend(query, key, value, bias).flatten(2)
 
 
 def compare_layer(way: str) -> None:
     whole = make_arguments(Setting(), dist.get_world_size())["query"].flatten(2)
-    one = Layer(None)
+    one = Layer()
     one(whole).square().mean().backward()
     wanted = {name: parameter.grad for name, parameter in one.named_parameters()}
-    layer: torch.nn.Module = Layer(dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layer: torch.nn.Module = parallelize_module(Layer(), mesh, {"attend": DynamicMaskParallel()})
     own = shard(whole, group=dist.group.WORLD)
     if way == "ddp":
         layer = torch.nn.parallel.DistributedDataParallel(layer, process_group=dist.new_group())
     elif way == "fsdp2":
-        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(layer, mesh=mesh)
     out = checkpoint(layer, own, use_reentrant=False) if way == "activation_checkpointing" else layer(own)
     out.square().mean().backward()
     for name, parameter in layer.named_parameters():
@@ -533,6 +541,16 @@ def compare_layer(way: str) -> None:
         elif way == "fsdp2":
             gradient = gradient.full_tensor()
         torch.testing.assert_close(gradient, wanted[name.removeprefix("module.")], atol=1e-12, rtol=1e-9)
+
+
+def refuse_module() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(ValueError, match="is for DynamicMaskAttention; got Linear"):
+        parallelize_module(Layer(), mesh, {"query": DynamicMaskParallel()})
+
+
+def test_only_the_module_is_split(ranks: Ranks) -> None:
+    ranks.run(refuse_module)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "activation_checkpointing"])

@@ -7,6 +7,15 @@ share of the result; gradients flow to the ranks that own them.
 from .dynamic_mask import dynamic_mask_attention
 from .halo import previous_tokens
 from .interval_mask import attention
+from .module import DynamicMaskAttention, DynamicMaskParallel
 from .order import shard, unshard
 
-__all__ = ["attention", "dynamic_mask_attention", "previous_tokens", "shard", "unshard"]
+__all__ = [
+    "DynamicMaskAttention",
+    "DynamicMaskParallel",
+    "attention",
+    "dynamic_mask_attention",
+    "previous_tokens",
+    "shard",
+    "unshard",
+]
