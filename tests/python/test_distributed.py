@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,6 +226,8 @@ def find_disagreement(change: str) -> str:
             window = 11
         elif change == "scores":
             own["scores"] = own["key_bias"]
+        elif change == "query":  # which is wrong on every rank that has it
+            own["query"] = own["query"][:, 1:]
         else:
             own |= {name: own[name].narrow(TOKEN_DIM[name], 0, SHARE - 1) for name in LEAVES}
     with pytest.raises(ValueError) as error:
@@ -232,7 +235,7 @@ def find_disagreement(change: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["window_size", "scores", "key"])
+@pytest.mark.parametrize("name", ["window_size", "scores", "key", "query"])
 def test_ranks_that_disagree_say_so_alike(ranks: Ranks, name: str) -> None:
     messages = ranks.run(find_disagreement, name)
     assert len(set(messages)) == 1
@@ -288,9 +291,9 @@ def test_a_mesh_of_two_dimensions_is_refused(ranks: Ranks) -> None:
     ranks.run(refuse_mesh)
 
 
-def leave_or_wait(folder: str) -> str:
+def leave_or_wait() -> str:
     """On a group of its own, which the last rank leaves before the collective."""
-    group = dist.new_group(timeout=torch.distributed.constants.timedelta(seconds=3))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     own = plain_shares()
     own.pop("dout")
     dynamic_mask_attention(window_size=10, group=group, **own)
@@ -303,7 +306,7 @@ def leave_or_wait(folder: str) -> str:
 
 def test_a_rank_that_never_calls_ends_in_torchs_timeout(tmp_path: Path) -> None:
     with start_ranks(2, tmp_path) as started:
-        waited, left = started.run(leave_or_wait, str(tmp_path))
+        waited, left = started.run(leave_or_wait)
     assert left == "left" and "imed out" in waited
 
 

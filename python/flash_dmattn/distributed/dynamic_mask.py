@@ -97,14 +97,15 @@ def dynamic_mask_attention(
         )
         return from_share(out, mesh)
     group = group_of(group)
-    _refuse_inexact(query, key, {"key_bias": key_bias, "scores": scores}, selection, seqlens_k)
+    # First, so that what one rank alone has wrong is an error on all of them, and nobody waits for it.
     check_agreement(
         group,
-        {name: described(tensor) for name, tensor in tensors.items()}
-        | {"window_size": window_size, "scale": scale, "softcap": softcap}
+        {name: described(tensor) for name, tensor in (tensors | {"seqlens_k": seqlens_k}).items()}
+        | {"window_size": window_size, "scale": scale, "softcap": softcap, "selection": selection}
         | {"gradients": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())},
         check,
     )
+    _refuse_inexact(query, key, {"key_bias": key_bias, "scores": scores}, selection, seqlens_k)
     if group.size() > 1 and min(window_size, key.shape[1]) > 0:
         key, value, key_bias, scores, key_mask = _prepend_kept(
             query, key, value, key_bias, scores, key_mask, window_size, group

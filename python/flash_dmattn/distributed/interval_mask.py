@@ -87,17 +87,22 @@ def attention(
         )
         return from_share(out, mesh)
     group = group_of(group)
-    seqlen = key.shape[1] * group.size()
-    _check_forms(query, key, mask, bias, seqlen)
-    part_length(seqlen, group.size(), order)
+    # First, so that what one rank alone has wrong is an error on all of them, and nobody waits for it.
     check_agreement(
         group,
         {name: described(tensor) for name, tensor in tensors.items()}
-        | {"mask": "None" if mask is None else tuple(mask.shape), "is_causal": is_causal, "order": order}
+        | {
+            "mask": tuple(mask.shape) if isinstance(mask, KeyIntervals) else type(mask).__name__,
+            "is_causal": is_causal,
+            "order": order,
+        }
         | {"scale": scale, "softcap": softcap}
         | {"gradients": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())},
         check,
     )
+    seqlen = key.shape[1] * group.size()
+    _check_forms(query, key, mask, bias, seqlen)
+    part_length(seqlen, group.size(), order)
     intervals = _visible_rows(mask, is_causal, seqlen, key.device)
     rank, ranks = dist.get_rank(group), group.size()
     # Of every rank's rows: (P, S), and from it who sends what.
