@@ -34,8 +34,12 @@ def group_of(group: object) -> ProcessGroup:
     return group
 
 
-def check_agreement(group: ProcessGroup, facts: dict[str, object], check: bool) -> None:
-    """Raises on every rank if facts, by the name of the argument, differ between ranks.
+def check_agreement(
+    group: ProcessGroup, tensors: dict[str, Tensor | None], options: dict[str, object], check: bool
+) -> None:
+    """Raises on every rank if arguments differ between ranks: dtypes and shapes of tensors, and values of options; or
+    whether any gradient is wanted. To be called before anything is refused: what one rank alone has wrong is then an
+    error on all of them, and nobody waits for it.
 
     At a group's first call, since the host has to wait for all ranks; at all calls if `check`, or if
     TORCH_DISTRIBUTED_DEBUG is DETAIL. Not in compiled code, which runs after a first call that is not.
@@ -47,6 +51,9 @@ def check_agreement(group: ProcessGroup, facts: dict[str, object], check: bool) 
         return
     if group in _agreed and not check and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return
+    facts = {name: _described(tensor) for name, tensor in tensors.items()} | options
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors.values())
+    facts["gradients"] = torch.is_grad_enabled() and wanted
     gathered: list[dict[str, object]] = [{} for _ in range(group.size())]
     dist.all_gather_object(gathered, facts, group=group)
     differing = []
@@ -62,8 +69,19 @@ def check_agreement(group: ProcessGroup, facts: dict[str, object], check: bool) 
     _agreed.add(group)
 
 
-def described(tensor: Tensor | None) -> str:
-    """Dtype and shape, as a fact for check_agreement."""
+def check_shares(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """That they are tokens (B, S / P, heads, D), of as many queries as keys."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            "query and key must be shares of one sequence, of one length; "
+            f"got query {tuple(query.shape)}, key {tuple(key.shape)}"
+        )
+
+
+def _described(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

@@ -22,7 +22,7 @@ from .. import functional
 from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
 from ..selection import select_keys
 from ._dtensor import from_share, to_shares
-from ._ranks import check_agreement, described, group_of
+from ._ranks import check_agreement, check_shares, group_of
 
 _ALIGNMENT = 16  # bytes, of the tensors in what a rank sends
 
@@ -97,15 +97,10 @@ def dynamic_mask_attention(
         )
         return from_share(out, mesh)
     group = group_of(group)
-    # First, so that what one rank alone has wrong is an error on all of them, and nobody waits for it.
-    check_agreement(
-        group,
-        {name: described(tensor) for name, tensor in (tensors | {"seqlens_k": seqlens_k}).items()}
-        | {"window_size": window_size, "scale": scale, "softcap": softcap, "selection": selection}
-        | {"gradients": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())},
-        check,
-    )
-    _refuse_inexact(query, key, {"key_bias": key_bias, "scores": scores}, selection, seqlens_k)
+    options = {"window_size": window_size, "scale": scale, "softcap": softcap, "selection": selection}
+    check_agreement(group, tensors | {"seqlens_k": seqlens_k}, options, check)
+    check_shares(query, key, value)
+    _refuse_inexact(key, {"key_bias": key_bias, "scores": scores}, selection, seqlens_k)
     if group.size() > 1 and min(window_size, key.shape[1]) > 0:
         key, value, key_bias, scores, key_mask = _prepend_kept(
             query, key, value, key_bias, scores, key_mask, window_size, group
@@ -124,9 +119,7 @@ def dynamic_mask_attention(
     )
 
 
-def _refuse_inexact(
-    query: Tensor, key: Tensor, per_key: dict[str, Tensor | None], selection: str, seqlens_k: Tensor | None
-) -> None:
+def _refuse_inexact(key: Tensor, per_key: dict[str, Tensor | None], selection: str, seqlens_k: Tensor | None) -> None:
     if selection != "causal":
         raise ValueError(
             "selection must be 'causal' where the sequence is split across ranks, since later keys compete in others; "
@@ -134,14 +127,6 @@ def _refuse_inexact(
         )
     if seqlens_k is not None:
         raise ValueError("seqlens_k is not supported where the sequence is split across ranks: hide keys by key_mask")
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            "query and key must be shares of one sequence, of one length; "
-            f"got query {tuple(query.shape)}, key {tuple(key.shape)}"
-        )
     for name, tensor in per_key.items():
         if tensor is not None and (tensor.dim() != 3 or tensor.shape[1] not in (1, key.shape[2])):
             raise ValueError(
@@ -244,7 +229,7 @@ class _PrependKept(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         size, rank, count = ctx.group.size(), dist.get_rank(ctx.group), kept.shape[2]
         earlier, dims = rank * count, (1, 1, 2)
-        dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         shapes = []
         for gradient, dim in zip(gradients[:3], dims, strict=True):
             shapes.append(list(gradient.shape))

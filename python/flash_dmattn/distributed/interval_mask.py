@@ -16,7 +16,7 @@ from .. import functional
 from .._arguments import check_bool, check_optional_tensor, check_tensor
 from ..selection import KeyIntervals
 from ._dtensor import from_share, to_shares
-from ._ranks import check_agreement, described, group_of
+from ._ranks import check_agreement, check_shares, group_of
 from .order import Order, part_length, parts_of
 
 
@@ -66,8 +66,6 @@ def attention(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
     check_optional_tensor("bias", bias)
     check_bool("is_causal", is_causal)
     check_bool("check", check)
@@ -87,29 +85,21 @@ def attention(
         )
         return from_share(out, mesh)
     group = group_of(group)
-    # First, so that what one rank alone has wrong is an error on all of them, and nobody waits for it.
-    check_agreement(
-        group,
-        {name: described(tensor) for name, tensor in tensors.items()}
-        | {
-            "mask": tuple(mask.shape) if isinstance(mask, KeyIntervals) else type(mask).__name__,
-            "is_causal": is_causal,
-            "order": order,
-        }
-        | {"scale": scale, "softcap": softcap}
-        | {"gradients": torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())},
-        check,
-    )
+    form = mask.shape if isinstance(mask, KeyIntervals) else type(mask).__name__
+    options = {"mask": form, "is_causal": is_causal, "order": order, "scale": scale, "softcap": softcap}
+    check_agreement(group, tensors, options, check)
+    check_shares(query, key, value)
     seqlen = key.shape[1] * group.size()
-    _check_forms(query, key, mask, bias, seqlen)
+    _check_forms(key, mask, bias, seqlen)
     part_length(seqlen, group.size(), order)
     intervals = _visible_rows(mask, is_causal, seqlen, key.device)
     rank, ranks = dist.get_rank(group), group.size()
+    local = _local(intervals, seqlen, rank, ranks, order)
     # Of every rank's rows: (P, S), and from it who sends what.
-    sees = torch.stack([_is_seen(_local(intervals, seqlen, of, ranks, order)) for of in range(ranks)])
+    others = (local if of == rank else _local(intervals, seqlen, of, ranks, order) for of in range(ranks))
+    sees = torch.stack([_is_seen(of_rank) for of_rank in others])
     exchange = _plan_exchange(sees, rank, ranks, order, group)
     key, value, bias = _Fetch.apply(query, key, value, bias, exchange)
-    local = _local(intervals, seqlen, rank, ranks, order)
     chosen = [bound[..., exchange.received] for bound in (local.begin, local.end)]
     return functional.attention(
         query,
@@ -123,12 +113,7 @@ def attention(
     )
 
 
-def _check_forms(query: Tensor, key: Tensor, mask: object, bias: Tensor | None, seqlen: int) -> None:
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            "query and key must be shares of one sequence, of one length; "
-            f"got query {tuple(query.shape)}, key {tuple(key.shape)}"
-        )
+def _check_forms(key: Tensor, mask: object, bias: Tensor | None, seqlen: int) -> None:
     if mask is not None and not isinstance(mask, KeyIntervals):
         raise TypeError(f"mask must be KeyIntervals of the whole sequence, or None; got {type(mask).__name__}")
     if mask is not None and mask.shape[2] != seqlen:
@@ -219,7 +204,7 @@ class _Fetch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         exchange, likes = ctx.exchange, ctx.likes
-        dtype = torch.float64 if likes[0].dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(likes[0].dtype, torch.float32)
         rows = [_token_rows(gradient).to(dtype) for gradient in gradients[: len(likes)]]
         sent = torch.cat(rows, 1).index_select(0, exchange.places)
         came = _all_to_all(sent, exchange.send_counts, exchange.receive_counts, exchange.group)
