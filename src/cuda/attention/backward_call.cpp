@@ -13,7 +13,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   fill(problem, gpu, scratch.prepared, &params);
   params.dout = problem.dout;
   params.row_facts = scratch.row_facts;
-  params.has_large_row = scratch.has_large_row;
+  params.row_flags = scratch.row_flags;
   params.row_stats = static_cast<const RowStats*>(problem.row_stats);
   params.row_tile = scratch.tiles.rows;
   params.dquery_sums = scratch.dquery_sums;
@@ -114,10 +114,8 @@ Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const Backwa
   scratch.prepared.write(problem, &launches, stream);
   const BackwardParams params = backward_params(problem, gpu, scratch);
   log_call(kernels.family, kernels.variant, "backward", problem, plan_kind(scratch.prepared));
-  launches.then([&] { return clear(scratch.has_large_row, scratch.cleared_bytes, stream); })
-      .then([&] {
-        return launch_row_facts(problem, scratch.padded_rows, scratch.row_facts, scratch.has_large_row, stream);
-      })
+  launches.then([&] { return clear(scratch.row_flags, scratch.cleared_bytes, stream); })
+      .then([&] { return launch_row_facts(problem, scratch.tiles.rows, scratch.row_facts, scratch.row_flags, stream); })
       .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); })
       .then([&] { return clear_key_sums(problem, scratch, stream); });
   launch_key_passes(problem, scratch, kernels, params, &launches);

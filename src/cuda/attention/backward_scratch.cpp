@@ -21,16 +21,16 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   prepared.arrange(problem, arena);
   const auto bucket = static_cast<std::size_t>(bucket_of(problem.head_dim));
   deterministic = problem.deterministic;
-  padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
+  const std::int64_t padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
   const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);
-  row_facts = arena->take<RowFacts>(row_count);
-  // A line for the flag and the sums after it, to be cleared in one go.
+  row_facts = arena->take<RowFacts>(2 * row_count);
+  // A line for the flags and the sums after it, to be cleared in one go.
   constexpr std::size_t kLineFloats = kLineBytes / sizeof(float);
   const bool wants_dquery_sums = problem.dquery.defined() && !deterministic;
   const std::size_t cleared = kLineFloats + (wants_dquery_sums ? row_count * bucket : 0);
   cleared_bytes = cleared * sizeof(float);
   if (auto* memory = arena->take_aligned<float>(cleared, kLineBytes); memory != nullptr) {
-    has_large_row = reinterpret_cast<std::int32_t*>(memory);
+    row_flags = reinterpret_cast<RowFlags*>(memory);
     if (wants_dquery_sums) dquery_sums = memory + kLineFloats;
   }
   arrange_order(problem, arena);

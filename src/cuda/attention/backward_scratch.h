@@ -29,8 +29,7 @@ struct BackwardScratch {
   PreparedVisibility prepared;
   BackwardTiles tiles = {};
   RowFacts* row_facts = nullptr;
-  std::int32_t* has_large_row = nullptr;  // as in BackwardParams; it and dquery_sums are cleared_bytes
-  std::int64_t padded_rows = 0;
+  RowFlags* row_flags = nullptr;  // they and dquery_sums are cleared_bytes
   float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
   std::uint8_t* stored = nullptr;  // as in BackwardParams
   std::int32_t* order = nullptr;   // as in BlockOrder

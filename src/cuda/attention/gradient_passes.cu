@@ -28,7 +28,7 @@ __device__ float to_float(std::uint16_t bits) {
 // A row is read by kLanes neighbouring lanes.
 template <typename Element, int kLanes, typename Index>
 __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem, std::int64_t padded_rows,
-                                 RowFacts* facts, std::int32_t* has_large_row) {
+                                 int row_tile, RowFacts* facts, RowFlags* flags) {
   const std::int64_t rows = problem.batch * padded_rows * problem.heads;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
@@ -80,19 +80,23 @@ __global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem
                                                      head * problem.dlse_head_stride + row * problem.dlse_row_stride];
     }
     const float lse_log2 = sees ? row_fact_of_lse(lse, problem.row_stats != nullptr) : INFINITY;
-    if (is_large_row(lse_log2)) *has_large_row = 1;
-    facts[(batch * problem.heads + head) * padded_rows + row] = make_float2(lse_log2, sees ? sum : 0);
+    if (is_large_row(lse_log2)) flags->has_large_row = 1;
+    if (exists && !sees) flags->has_unseen_row = 1;
+    RowFacts* fact = facts + 2 * (batch * problem.heads + head) * padded_rows + row_fact(row, row_tile);
+    fact[0] = lse_log2;
+    fact[row_tile] = sees ? sum : 0;
   }
 }
 
 template <typename Element>
-cudaError_t row_facts_of(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
-                         std::int32_t* has_large_row, cudaStream_t stream) {
+cudaError_t row_facts_of(const BackwardProblem& problem, int row_tile, RowFacts* facts, RowFlags* flags,
+                         cudaStream_t stream) {
+  const std::int64_t padded_rows = (problem.rows + row_tile - 1) / row_tile * row_tile;
   const std::int64_t rows = problem.batch * padded_rows * problem.heads;
   const auto launch = [&](auto small, auto large, int lanes) {
     // A round past the last row is computed too, and must not wrap around.
-    (rows < 1ll << 31 ? small : large)<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(problem, padded_rows, facts,
-                                                                                          has_large_row);
+    (rows < 1ll << 31 ? small : large)<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(problem, padded_rows,
+                                                                                          row_tile, facts, flags);
     return cudaGetLastError();
   };
   using Small = std::uint32_t;
@@ -224,11 +228,10 @@ __global__ void reduce_bias_kernel(const __grid_constant__ BackwardProblem probl
 
 }  // namespace
 
-cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
-                             std::int32_t* has_large_row, cudaStream_t stream) {
-  return problem.dtype == DType::kBFloat16
-             ? row_facts_of<__nv_bfloat16>(problem, padded_rows, facts, has_large_row, stream)
-             : row_facts_of<__half>(problem, padded_rows, facts, has_large_row, stream);
+cudaError_t launch_row_facts(const BackwardProblem& problem, int row_tile, RowFacts* facts, RowFlags* flags,
+                             cudaStream_t stream) {
+  return problem.dtype == DType::kBFloat16 ? row_facts_of<__nv_bfloat16>(problem, row_tile, facts, flags, stream)
+                                           : row_facts_of<__half>(problem, row_tile, facts, flags, stream);
 }
 
 namespace {

@@ -10,9 +10,9 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Fills (B, H, `padded_rows`) and sets *has_large_row, which was 0, where a row is large.
-cudaError_t launch_row_facts(const BackwardProblem& problem, std::int64_t padded_rows, RowFacts* facts,
-                             std::int32_t* has_large_row, cudaStream_t stream);
+// Fills facts of tiles of `row_tile` rows and sets *flags, which were 0.
+cudaError_t launch_row_facts(const BackwardProblem& problem, int row_tile, RowFacts* facts, RowFlags* flags,
+                             cudaStream_t stream);
 // Clears fp32 sums of keys, (colors, B, Sk, Hkv, bucket) or null, of heads for which some chunk of the plan has a list.
 // `stored` (B, Hkv) says of which heads none has.
 cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, int colors, float* dkey_sums,

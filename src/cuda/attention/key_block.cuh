@@ -25,10 +25,24 @@ __device__ inline bool stores_results(const BackwardParams& params, int batch, i
   return !params.uses_sums || (params.stored != nullptr && params.stored[batch * params.key_heads + key_head] != 0);
 }
 
+// Tiles of all keys, for what chunks have as ranges: 0 if the launch leaves these to another one.
+template <int kTileKeys>
+__host__ __device__ inline int range_tiles(const BackwardParams& params) {
+  return params.takes_ranges ? (params.keys + kTileKeys - 1) / kTileKeys : 0;
+}
+
+// How many blocks a launch has.
+template <int kTileKeys, bool kPlanned>
+std::int64_t key_blocks(const BackwardParams& params) {
+  const std::int64_t chunks = kPlanned ? params.chunk_limit - params.first_chunk : 0;
+  const std::int64_t tiles = range_tiles<kTileKeys>(params) + params.plan.capacity / kTileKeys * chunks;
+  return tiles * params.batch * params.key_heads * params.splits;
+}
+
 // Of every key head first tiles of all keys; then, in a plan, tiles of the lists of this launch's chunks.
 template <int kTileKeys, bool kPlanned>
 __device__ inline KeyBlock key_block(const BackwardParams& params, unsigned number) {
-  const int key_tiles = params.takes_ranges ? (params.keys + kTileKeys - 1) / kTileKeys : 0;
+  const int key_tiles = range_tiles<kTileKeys>(params);
   const int list_tiles = kPlanned ? params.plan.capacity / kTileKeys : 0;
   const auto tiles = static_cast<unsigned>(key_tiles + list_tiles * (params.chunk_limit - params.first_chunk));
   const int index = static_cast<int>(number % tiles), part = static_cast<int>(number / tiles);

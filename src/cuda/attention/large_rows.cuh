@@ -24,17 +24,28 @@ __device__ inline float row_fact_of_lse(float lse, bool has_stats) {
   return has_stats && fabsf(lse_log2) >= kLargeScore && isfinite(lse) ? kLargeRow : lse_log2 + 0.0f;
 }
 
+// The lse of a large row. Scores become their distances from it.
+class LargeLse {
+ public:
+  __device__ LargeLse(const ScoreRule& rule, const RowStats& stats)
+      : highest_(rule, stats.x), half_log2_sum_(0.5f * kLog2E * stats.y) {}
+
+  __device__ float distance(const ScoreRule& rule, float score) const {
+    return (highest_.distance(rule, score) - half_log2_sum_) * rule.inverse_half;
+  }
+
+ private:
+  HalfProduct highest_;
+  float half_log2_sum_;
+};
+
 // Turns the scores of the thread's row i, which is `row` of the problem and a large one, into their distances from lse.
 template <int kMTiles, int kNTiles>
 __device__ inline void subtract_large_lse(const BackwardParams& params, int batch, int head, int row, int i,
                                           float (&scores)[kMTiles][kNTiles][4]) {
   const std::int64_t index = (static_cast<std::int64_t>(batch) * params.heads + head) * params.rows + row;
-  const RowStats stats = params.row_stats[index];
-  const HalfProduct highest(params.score, stats.x);
-  const float half_log2_sum = 0.5f * kLog2E * stats.y;
-  for_each_in_row(scores, i, [&](int, int, float& score) {
-    score = (highest.distance(params.score, score) - half_log2_sum) * params.score.inverse_half;
-  });
+  const LargeLse lse(params.score, params.row_stats[index]);
+  for_each_in_row(scores, i, [&](int, int, float& score) { score = lse.distance(params.score, score); });
 }
 
 }  // namespace flash_dmattn::internal::cuda

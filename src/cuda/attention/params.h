@@ -84,10 +84,18 @@ struct ForwardParams : AttentionParams {
   RowStats* row_stats = nullptr;  // likewise; null: not wanted
 };
 
-// What the backward knows of a row: x is its lse in units of log2, +inf for a row that sees no key or does not exist,
-// so that its probabilities come out as 0, and kLargeRow where the lse is large (large_rows.cuh); y is delta, the sum
-// over D of dout * out, less dlse (0 for a row without keys).
-using RowFacts = float2;
+// What the backward knows of rows, (B, H, tiles of rows, 2, rows of a tile): of every tile first what lse says of its
+// rows, in units of log2: +inf for a row that sees no key or does not exist, so that its probabilities come out as 0,
+// and kLargeRow where the lse is large (large_rows.cuh). Then each row's delta, the sum over D of dout * out, less
+// dlse; 0 for a row without keys.
+using RowFacts = float;
+// Where the facts of a row begin, of rows padded to whole tiles; its delta comes `row_tile` later.
+constexpr std::int64_t row_fact(std::int64_t row, int row_tile) { return row / row_tile * row_tile + row; }
+// What is known of all rows of a call; 0 where it is false.
+struct RowFlags {
+  std::int32_t has_large_row;   // (large_rows.cuh)
+  std::int32_t has_unseen_row;  // one that sees no key; rows past the last do not count
+};
 
 // Gradients are added up in fp32 and rounded afterwards, except where a block alone owns a result. A mode that repeats
 // bit by bit (deterministic) gives every sum one order:
@@ -96,9 +104,9 @@ using RowFacts = float2;
 //   - gradients of a per-key bias are kept apart by query head.
 struct BackwardParams : AttentionParams {
   TokenView dout;
-  const RowFacts* row_facts = nullptr;  // (B, H, Sq rounded up to whole tiles of row_tile rows)
+  const RowFacts* row_facts = nullptr;  // of tiles of row_tile rows
   const RowStats* row_stats = nullptr;  // (B, H, Sq) contiguous, read where lse is large; null: no row counts as large
-  const std::int32_t* has_large_row = nullptr;  // not 0: any row of the call is one (large_rows.cuh)
+  const RowFlags* row_flags = nullptr;
   std::int32_t row_tile = 0;
   float* dquery_sums = nullptr;  // (B, H, row tiles, tile in the order of the kernel's registers); null: not wanted
   TokenView dquery;              // contiguous, for query_backward.cuh; data null: not wanted

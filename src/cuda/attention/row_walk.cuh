@@ -36,9 +36,9 @@ struct RowWalk {
   __device__ void start(const BackwardParams& params, const KeyBlock& block, int existing) {
     if constexpr (kPlanned) {
       look_at_chunks(params, block, block.first_chunk);
-      if (threadIdx.x == 0) state = {block.first_head, block.first_chunk, seen_chunks, 0, 0, 0};
+      if (threadIdx.x % 32 == 0) state = {block.first_head, block.first_chunk, seen_chunks, 0, 0, 0};
     } else {
-      if (threadIdx.x == 0) state = {block.first_head, first_row_tile(params, block, existing), 0, 0, 0, 0};
+      if (threadIdx.x % 32 == 0) state = {block.first_head, first_row_tile(params, block, existing), 0, 0, 0, 0};
     }
     __syncwarp();
   }
@@ -57,7 +57,7 @@ struct RowWalk {
     State at = state;
     __syncwarp();
     const Step step = kPlanned ? next_planned(params, block, at) : next_dense(params, block, existing, at);
-    if (threadIdx.x == 0) state = at;
+    if (threadIdx.x % 32 == 0) state = at;
     __syncwarp();
     return step;
   }

@@ -1,5 +1,5 @@
-// Copies of boxes of a tensor between global and shared memory (cp.async.bulk.tensor, sm_90). One thread starts one;
-// bytes arrive at a barrier (mbarrier.cuh). PTX ISA, "cp.async.bulk.tensor".
+// Copies of boxes of a tensor, or of bytes, from global to shared memory (cp.async.bulk, sm_90). One thread starts one;
+// bytes arrive at a barrier (mbarrier.cuh). PTX ISA, "cp.async.bulk" and "cp.async.bulk.tensor".
 #pragma once
 
 #include <cuda.h>
@@ -16,6 +16,14 @@ __device__ inline void load_box(std::uint32_t shared, const CUtensorMap& map, in
       "[%6];" ::"r"(shared),
       "l"(&map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
+}
+
+// Neighbouring bytes: a multiple of 16, at such addresses.
+__device__ inline void load_bytes(std::uint32_t shared, const void* global, std::uint32_t bytes,
+                                  std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 }  // namespace flash_dmattn::internal::cuda

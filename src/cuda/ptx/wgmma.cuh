@@ -30,6 +30,14 @@ __device__ inline void settle(float (&sum)[kNTiles][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sum[n][i])::"memory");
 }
 
+// Stores four 8x8 matrices of 16-bit elements: of each a lane holds two neighbours of row lane / 4, as in a fragment of
+// A (mma.cuh), and lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void store_matrices(std::uint32_t shared, const std::uint32_t (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
 // A matrix in shared memory, PTX ISA "Matrix Descriptor Format": panels of 64 columns, 128 bytes a row, whose pieces of
 // 16 bytes are swizzled (piece ^ row % 8); a panel begins at a multiple of 1024 bytes. `row_group`: bytes from one
 // group of 8 rows to the next. `panel`: bytes from panel to panel, of which the instruction knows only where columns
@@ -47,6 +55,8 @@ __device__ inline std::uint64_t advanced(std::uint64_t descriptor, std::uint32_t
 // Whether a row of B in shared memory is a column of the product (its depth lies along rows, as keys' in Q K^T) or a
 // step of the depth (as values' in P V).
 enum class BRows { kColumns, kDepth };
+// Likewise for A in shared memory: whether a row of it is a row of the product or a step of the depth.
+enum class ARows { kRows, kDepth };
 
 // The accumulators' names in the instruction, eight at a time, and as operands.
 #define FLASH_DMATTN_D0 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -65,6 +75,7 @@ enum class BRows { kColumns, kDepth };
 #define FLASH_DMATTN_D13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FLASH_DMATTN_D14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FLASH_DMATTN_D15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FLASH_DMATTN_NAMES_32 FLASH_DMATTN_D0 ", " FLASH_DMATTN_D1
 #define FLASH_DMATTN_NAMES_64 FLASH_DMATTN_D0 ", " FLASH_DMATTN_D1 ", " FLASH_DMATTN_D2 ", " FLASH_DMATTN_D3
 #define FLASH_DMATTN_NAMES_80 \
   FLASH_DMATTN_D0 ", " FLASH_DMATTN_D1 ", " FLASH_DMATTN_D2 ", " FLASH_DMATTN_D3 ", " FLASH_DMATTN_D4
@@ -86,52 +97,67 @@ enum class BRows { kColumns, kDepth };
                   ", " FLASH_DMATTN_D5 ", " FLASH_DMATTN_D6 ", " FLASH_DMATTN_D7 ", " FLASH_DMATTN_D8    \
                   ", " FLASH_DMATTN_D9 ", " FLASH_DMATTN_D10 ", " FLASH_DMATTN_D11 ", " FLASH_DMATTN_D12 \
                   ", " FLASH_DMATTN_D13 ", " FLASH_DMATTN_D14 ", " FLASH_DMATTN_D15
-#define FLASH_DMATTN_TILE(n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
-#define FLASH_DMATTN_SUM_64                                                                                     \
-  FLASH_DMATTN_TILE(0), FLASH_DMATTN_TILE(1), FLASH_DMATTN_TILE(2), FLASH_DMATTN_TILE(3), FLASH_DMATTN_TILE(4), \
-      FLASH_DMATTN_TILE(5), FLASH_DMATTN_TILE(6), FLASH_DMATTN_TILE(7)
-#define FLASH_DMATTN_SUM_80 FLASH_DMATTN_SUM_64, FLASH_DMATTN_TILE(8), FLASH_DMATTN_TILE(9)
-#define FLASH_DMATTN_SUM_96 FLASH_DMATTN_SUM_80, FLASH_DMATTN_TILE(10), FLASH_DMATTN_TILE(11)
-#define FLASH_DMATTN_SUM_112 FLASH_DMATTN_SUM_96, FLASH_DMATTN_TILE(12), FLASH_DMATTN_TILE(13)
-#define FLASH_DMATTN_SUM_128 FLASH_DMATTN_SUM_112, FLASH_DMATTN_TILE(14), FLASH_DMATTN_TILE(15)
-#define FLASH_DMATTN_SUM_192                                                                                        \
-  FLASH_DMATTN_SUM_128, FLASH_DMATTN_TILE(16), FLASH_DMATTN_TILE(17), FLASH_DMATTN_TILE(18), FLASH_DMATTN_TILE(19), \
-      FLASH_DMATTN_TILE(20), FLASH_DMATTN_TILE(21), FLASH_DMATTN_TILE(22), FLASH_DMATTN_TILE(23)
-#define FLASH_DMATTN_SUM_256                                                                                        \
-  FLASH_DMATTN_SUM_192, FLASH_DMATTN_TILE(24), FLASH_DMATTN_TILE(25), FLASH_DMATTN_TILE(26), FLASH_DMATTN_TILE(27), \
-      FLASH_DMATTN_TILE(28), FLASH_DMATTN_TILE(29), FLASH_DMATTN_TILE(30), FLASH_DMATTN_TILE(31)
-
-// %a ... %g: the operands after the accumulators. The predicate keeps the old sum, the ones are signs, then come, where
-// they lie in shared memory, whether A and B are transposed.
-#define FLASH_DMATTN_WGMMA_SHARED(N, type, a, b, c, d)                                                     \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                     \
+#define FLASH_DMATTN_TILE(c, n) c(sum[n][0]), c(sum[n][1]), c(sum[n][2]), c(sum[n][3])
+#define FLASH_DMATTN_SUM_32(c) \
+  FLASH_DMATTN_TILE(c, 0), FLASH_DMATTN_TILE(c, 1), FLASH_DMATTN_TILE(c, 2), FLASH_DMATTN_TILE(c, 3)
+#define FLASH_DMATTN_SUM_64(c)                                                                       \
+  FLASH_DMATTN_SUM_32(c), FLASH_DMATTN_TILE(c, 4), FLASH_DMATTN_TILE(c, 5), FLASH_DMATTN_TILE(c, 6), \
+      FLASH_DMATTN_TILE(c, 7)
+#define FLASH_DMATTN_SUM_80(c) FLASH_DMATTN_SUM_64(c), FLASH_DMATTN_TILE(c, 8), FLASH_DMATTN_TILE(c, 9)
+#define FLASH_DMATTN_SUM_96(c) FLASH_DMATTN_SUM_80(c), FLASH_DMATTN_TILE(c, 10), FLASH_DMATTN_TILE(c, 11)
+#define FLASH_DMATTN_SUM_112(c) FLASH_DMATTN_SUM_96(c), FLASH_DMATTN_TILE(c, 12), FLASH_DMATTN_TILE(c, 13)
+#define FLASH_DMATTN_SUM_128(c) FLASH_DMATTN_SUM_112(c), FLASH_DMATTN_TILE(c, 14), FLASH_DMATTN_TILE(c, 15)
+#define FLASH_DMATTN_SUM_192(c)                                                                               \
+  FLASH_DMATTN_SUM_128(c), FLASH_DMATTN_TILE(c, 16), FLASH_DMATTN_TILE(c, 17), FLASH_DMATTN_TILE(c, 18),      \
+      FLASH_DMATTN_TILE(c, 19), FLASH_DMATTN_TILE(c, 20), FLASH_DMATTN_TILE(c, 21), FLASH_DMATTN_TILE(c, 22), \
+      FLASH_DMATTN_TILE(c, 23)
+#define FLASH_DMATTN_SUM_256(c)                                                                               \
+  FLASH_DMATTN_SUM_192(c), FLASH_DMATTN_TILE(c, 24), FLASH_DMATTN_TILE(c, 25), FLASH_DMATTN_TILE(c, 26),      \
+      FLASH_DMATTN_TILE(c, 27), FLASH_DMATTN_TILE(c, 28), FLASH_DMATTN_TILE(c, 29), FLASH_DMATTN_TILE(c, 30), \
+      FLASH_DMATTN_TILE(c, 31)
+// %a ... %g: the operands after the accumulators. `in_out`: "+f" and 1 to add to these, "=f" and 0 to overwrite them:
+// if the compiler took their old values for operands, it would keep registers for them. The ones are signs, then come,
+// where they lie in shared memory, whether A and B are transposed.
+#define FLASH_DMATTN_WGMMA_SHARED(N, type, in_out, accumulates, a, b, c, d)                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulates                                             \
                ", 0;\n"                                                                                    \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" FLASH_DMATTN_NAMES_##N \
-               "}, %" #a ", %" #b ", p, 1, 1, 0, %" #d ";\n}\n"                                            \
-               : FLASH_DMATTN_SUM_##N                                                                      \
-               : "l"(a_descriptor), "l"(b_descriptor), "r"(static_cast<int>(accumulate)), "n"(kTransposed))
-#define FLASH_DMATTN_WGMMA_REGISTERS(N, type, a, b, c, d, e, f, g)                                          \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #f                                                      \
+               "}, %" #a ", %" #b ", p, 1, 1, %" #c ", %" #d ";\n}\n"                                      \
+               : FLASH_DMATTN_SUM_##N(in_out)                                                              \
+               : "l"(a_descriptor), "l"(b_descriptor), "n"(kATransposed), "n"(kTransposed))
+#define FLASH_DMATTN_WGMMA_REGISTERS(N, type, in_out, accumulates, a, b, c, d, e, f)                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulates                                              \
                ", 0;\n"                                                                                     \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" FLASH_DMATTN_NAMES_##N  \
-               "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #e ", p, 1, 1, %" #g ";\n}\n"                   \
-               : FLASH_DMATTN_SUM_##N                                                                       \
+               "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #e ", p, 1, 1, %" #f ";\n}\n"                   \
+               : FLASH_DMATTN_SUM_##N(in_out)                                                               \
                : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "l"(b_descriptor), \
-                 "r"(static_cast<int>(accumulate)), "n"(kTransposed))
-#define FLASH_DMATTN_WGMMA(form, N, ...)                 \
-  if constexpr (kColumns == N) {                         \
-    if constexpr (__is_same(Element, __nv_bfloat16)) {   \
-      FLASH_DMATTN_WGMMA_##form(N, "bf16", __VA_ARGS__); \
-    } else {                                             \
-      FLASH_DMATTN_WGMMA_##form(N, "f16", __VA_ARGS__);  \
-    }                                                    \
+                 "n"(kTransposed))
+#define FLASH_DMATTN_WGMMA_TYPED(form, N, ...)         \
+  if constexpr (__is_same(Element, __nv_bfloat16)) {   \
+    FLASH_DMATTN_WGMMA_##form(N, "bf16", __VA_ARGS__); \
+  } else {                                             \
+    FLASH_DMATTN_WGMMA_##form(N, "f16", __VA_ARGS__);  \
+  }
+#define FLASH_DMATTN_WGMMA(form, N, ...)                        \
+  if constexpr (kColumns == N) {                                \
+    if constexpr (kOverwrites) {                                \
+      FLASH_DMATTN_WGMMA_TYPED(form, N, "=f", "0", __VA_ARGS__) \
+    } else if (accumulate) {                                    \
+      FLASH_DMATTN_WGMMA_TYPED(form, N, "+f", "1", __VA_ARGS__) \
+    } else {                                                    \
+      FLASH_DMATTN_WGMMA_TYPED(form, N, "+f", "0", __VA_ARGS__) \
+    }                                                           \
   }
 
-// One step of depth 16; A is 64 rows whose depth lies along rows. Without `accumulate` the old sum is dropped.
-template <typename Element, BRows kB, int kNTiles>
+// One step of depth 16; A is 64 rows. Without `accumulate`, which is known at compile time, the old sum is dropped;
+// with kOverwrites the compiler knows that, too, and keeps no registers for it. (Kernels that do without have been
+// measured.)
+template <typename Element, BRows kB, ARows kA = ARows::kRows, bool kOverwrites = false, int kNTiles>
 __device__ inline void wgmma(float (&sum)[kNTiles][4], std::uint64_t a_descriptor, std::uint64_t b_descriptor,
                              bool accumulate) {
-  constexpr int kColumns = 8 * kNTiles, kTransposed = kB == BRows::kDepth;
+  constexpr int kColumns = 8 * kNTiles, kATransposed = kA == ARows::kDepth, kTransposed = kB == BRows::kDepth;
+  FLASH_DMATTN_WGMMA(SHARED, 32, 16, 17, 18, 19)
   FLASH_DMATTN_WGMMA(SHARED, 64, 32, 33, 34, 35)
   FLASH_DMATTN_WGMMA(SHARED, 80, 40, 41, 42, 43)
   FLASH_DMATTN_WGMMA(SHARED, 96, 48, 49, 50, 51)
@@ -145,14 +171,15 @@ __device__ inline void wgmma(float (&sum)[kNTiles][4], std::uint64_t a_descripto
 template <typename Element, BRows kB, int kNTiles>
 __device__ inline void wgmma(float (&sum)[kNTiles][4], const std::uint32_t (&fragment)[4], std::uint64_t b_descriptor,
                              bool accumulate) {
+  constexpr bool kOverwrites = false;
   constexpr int kColumns = 8 * kNTiles, kTransposed = kB == BRows::kDepth;
-  FLASH_DMATTN_WGMMA(REGISTERS, 64, 32, 33, 34, 35, 36, 37, 38)
-  FLASH_DMATTN_WGMMA(REGISTERS, 80, 40, 41, 42, 43, 44, 45, 46)
-  FLASH_DMATTN_WGMMA(REGISTERS, 96, 48, 49, 50, 51, 52, 53, 54)
-  FLASH_DMATTN_WGMMA(REGISTERS, 112, 56, 57, 58, 59, 60, 61, 62)
-  FLASH_DMATTN_WGMMA(REGISTERS, 128, 64, 65, 66, 67, 68, 69, 70)
-  FLASH_DMATTN_WGMMA(REGISTERS, 192, 96, 97, 98, 99, 100, 101, 102)
-  FLASH_DMATTN_WGMMA(REGISTERS, 256, 128, 129, 130, 131, 132, 133, 134)
+  FLASH_DMATTN_WGMMA(REGISTERS, 64, 32, 33, 34, 35, 36, 37)
+  FLASH_DMATTN_WGMMA(REGISTERS, 80, 40, 41, 42, 43, 44, 45)
+  FLASH_DMATTN_WGMMA(REGISTERS, 96, 48, 49, 50, 51, 52, 53)
+  FLASH_DMATTN_WGMMA(REGISTERS, 112, 56, 57, 58, 59, 60, 61)
+  FLASH_DMATTN_WGMMA(REGISTERS, 128, 64, 65, 66, 67, 68, 69)
+  FLASH_DMATTN_WGMMA(REGISTERS, 192, 96, 97, 98, 99, 100, 101)
+  FLASH_DMATTN_WGMMA(REGISTERS, 256, 128, 129, 130, 131, 132, 133)
 }
 
 #undef FLASH_DMATTN_D0
@@ -171,6 +198,8 @@ __device__ inline void wgmma(float (&sum)[kNTiles][4], const std::uint32_t (&fra
 #undef FLASH_DMATTN_D13
 #undef FLASH_DMATTN_D14
 #undef FLASH_DMATTN_D15
+#undef FLASH_DMATTN_NAMES_32
+#undef FLASH_DMATTN_SUM_32
 #undef FLASH_DMATTN_NAMES_64
 #undef FLASH_DMATTN_SUM_64
 #undef FLASH_DMATTN_NAMES_80
@@ -188,6 +217,7 @@ __device__ inline void wgmma(float (&sum)[kNTiles][4], const std::uint32_t (&fra
 #undef FLASH_DMATTN_TILE
 #undef FLASH_DMATTN_WGMMA_SHARED
 #undef FLASH_DMATTN_WGMMA_REGISTERS
+#undef FLASH_DMATTN_WGMMA_TYPED
 #undef FLASH_DMATTN_WGMMA
 
 }  // namespace flash_dmattn::internal::cuda

@@ -163,10 +163,11 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
 
   // `gradients` are those of the probabilities and become those of the scores, before softcap.
   __device__ void make_score_gradients(const Scores& probability, Scores& gradients, int slot, bool hides) const {
-    const Origin origin;
+    // At head dim 128 one register is missing to keep what depends on the thread.
+    const Origin origin(kHeadDim == 128 ? recomputed(static_cast<int>(threadIdx.x)) : thread_index());
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const float delta = shared.row_facts[slot][origin.row_of(i)].y;
+      const float delta = shared.row_facts[slot][kTileRows + origin.row_of(i)];
       for_each_in_row(gradients, i, [&](int n, int pair, float& gradient) {
         gradient = pair_at(probability, i, n)[pair] * (gradient - delta);
       });
@@ -263,7 +264,7 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       const int row = origin.row_of(i);
-      if (!is_large_row(shared.row_facts[slot][row].x)) continue;
+      if (!is_large_row(shared.row_facts[slot][row])) continue;
       subtract_large_lse(params, block.batch, step.head, step.first_row() + row, i, scores);
     }
   }
@@ -283,7 +284,7 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
     Scores gradients;
     const Origin origin;
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) lse_log2[i] = shared.row_facts[slot][origin.row_of(i)].x;
+    for (int i = 0; i < kThreadRows; ++i) lse_log2[i] = shared.row_facts[slot][origin.row_of(i)];
     clear(gradients);
     bool hides = false;
     if constexpr (!Config::kMixesProbabilities) {
@@ -439,7 +440,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads, 1
     backward_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow, kLargeRows>;
-  if (Block::Config::kLargeRowsApart && kLargeRows != (*params.has_large_row != 0)) return;
+  if (Block::Config::kLargeRowsApart && kLargeRows != (params.row_flags->has_large_row != 0)) return;
   const KeyBlock block =
       key_block<Block::kTileKeys, kPlanned>(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
   if (block.exists) Block(params, block, shared).run();

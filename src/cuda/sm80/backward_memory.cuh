@@ -24,8 +24,8 @@ struct BackwardMemory {
 
   // What is the same for the whole block is here too: registers are short.
   struct Shared {
-    float2 row_facts[kFactSlots][kTileRows];  // RowFacts
-    std::int32_t key[kTileKeys];              // of each column; -1: none, or no row sees it, and the tile holds zeros
+    RowFacts row_facts[kFactSlots][2 * kTileRows];  // of a step's rows: lse, then delta
+    std::int32_t key[kTileKeys];  // of each column; -1: none, or no row sees it, and the tile holds zeros
     RowRange range[kTileKeys];
     float bias[kTileKeys];                           // if it is the same for every row
     float dbias[Config::kScoreRowWarps][kTileKeys];  // likewise; each row of warps adds to a part of its own
@@ -59,7 +59,7 @@ struct BackwardMemory {
     if (threadIdx.x == 0) {
       shared.block = own_block;
       shared.existing = key_count(params.visibility, own_block.batch);
-      shared.has_large_row = *params.has_large_row != 0;
+      shared.has_large_row = params.row_flags->has_large_row != 0;
       shared.transforms = params.score.transforms || shared.has_large_row;
     }
     __syncthreads();
@@ -131,8 +131,8 @@ struct BackwardMemory {
     if (!step.exists() || thread >= kTileRows / 2) return;
     const std::int64_t tile =
         (static_cast<std::int64_t>(block.batch) * params.heads + step.head) * row_tiles() + step.row_tile;
-    copy_async_16(shared_address(&shared.row_facts[slot][2 * thread]), params.row_facts + tile * kTileRows + 2 * thread,
-                  true);
+    copy_async_16(shared_address(&shared.row_facts[slot][4 * thread]),
+                  params.row_facts + tile * (2 * kTileRows) + 4 * thread, true);
   }
 
   // Queries and output gradients; the step's row facts are there. Rows that see no key are zeros, whatever they hold.
@@ -142,7 +142,7 @@ struct BackwardMemory {
                                  rows_of(params.dout, block.batch, step.head, step.first_row())};
     load_rows<kTileRows, kHeadDim, kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
-        [&](int row) { return shared.row_facts[slot][row].x != INFINITY ? row : -1; }, params.head_dim, params.aligned);
+        [&](int row) { return shared.row_facts[slot][row] != INFINITY ? row : -1; }, params.head_dim, params.aligned);
   }
 
   __device__ void make_words(Step step, int slot) const {

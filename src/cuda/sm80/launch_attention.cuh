@@ -36,12 +36,7 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
   using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
   using Config = typename Block::Config;
   static_assert(Block::kSharedBytes <= (kNarrow ? kLeastSharedBytes : kWideSharedBytes));
-  std::int64_t tiles = params.takes_ranges ? (params.keys + Config::kTileKeys - 1) / Config::kTileKeys : 0;
-  if (kPlanned) {
-    tiles +=
-        static_cast<std::int64_t>(params.plan.capacity / Config::kTileKeys) * (params.chunk_limit - params.first_chunk);
-  }
-  const std::int64_t blocks = tiles * params.batch * params.key_heads * params.splits;
+  const std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
   BackwardParams ordered = params;
   if constexpr (kPlanned) {
     // Many of the blocks have no keys and end at once: as many as possible are looked at for some that have.

@@ -31,8 +31,8 @@ struct QueryBackwardBlock {
   Tiles& planned;  // only in a plan
   float scores[kMTiles][kNTiles][4], gradients[kMTiles][kNTiles][4];
   float dqueries[kMTiles][kDimNTiles][4];
-  RowFacts facts[kThreadRows];  // of the thread's rows
-  bool has_large_row = false;   // any of the warp's
+  float row_lse[kThreadRows], row_delta[kThreadRows];  // RowFacts of the thread's rows
+  bool has_large_row = false;                          // any of the warp's
 
   __device__ QueryBackwardBlock(const BackwardParams& params, int batch, int head, int first_row, unsigned char* memory)
       : params(params),
@@ -58,20 +58,23 @@ struct QueryBackwardBlock {
     __device__ Origin() : RowBlockOrigin<Config::kWarpRows>(recomputed(static_cast<int>(threadIdx.x))) {}
   };
 
-  __device__ static const RowFacts* row_facts_of(const BackwardParams& params, const RowBlock& shared) {
+  // Of one of the block's rows: tiles of facts are not those of this block. Its delta comes params.row_tile later.
+  __device__ static const RowFacts* row_facts_of(const BackwardParams& params, const RowBlock& shared, int row) {
     const std::int64_t padded_rows = (params.rows + params.row_tile - 1) / params.row_tile * params.row_tile;
-    return params.row_facts + (static_cast<std::int64_t>(shared.batch) * params.heads + shared.head) * padded_rows +
-           shared.first_row;
+    return params.row_facts + 2 * (static_cast<std::int64_t>(shared.batch) * params.heads + shared.head) * padded_rows +
+           row_fact(shared.first_row + row, params.row_tile);
   }
 
   __device__ void read_row_facts() {
     const Origin origin;
-    const RowFacts* source = row_facts_of(params, shared);
     const int rows = params.rows - shared.first_row;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      facts[i] = origin.row_of(i) < rows ? source[origin.row_of(i)] : make_float2(INFINITY, 0);
-      has_large_row |= is_large_row(facts[i].x);
+      const bool exists = origin.row_of(i) < rows;
+      const RowFacts* fact = row_facts_of(params, shared, origin.row_of(i));
+      row_lse[i] = exists ? fact[0] : INFINITY;
+      row_delta[i] = exists ? fact[params.row_tile] : 0;
+      has_large_row |= is_large_row(row_lse[i]);
     }
     has_large_row = __any_sync(~0u, has_large_row);
   }
@@ -80,14 +83,15 @@ struct QueryBackwardBlock {
   __device__ static __noinline__ void load_row_tiles(const BackwardParams& params, const RowBlock& shared, Tile queries,
                                                      Tile output_gradients) {
     const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
-    const RowFacts* source = row_facts_of(params, shared);
     const Tile tiles[] = {queries, output_gradients};
     const TokenRows sources[] = {rows_of(params.query, batch, head, first_row),
                                  rows_of(params.dout, batch, head, first_row)};
     load_rows<Config::kTileRows, kHeadDim, Config::kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
-        [&](int row) { return first_row + row < params.rows && source[row].x != INFINITY ? row : -1; }, params.head_dim,
-        params.aligned);
+        [&](int row) {
+          return first_row + row < params.rows && *row_facts_of(params, shared, row) != INFINITY ? row : -1;
+        },
+        params.head_dim, params.aligned);
   }
 
   // `tile_or_buffer`: the tile, or in a plan the buffer of its facts.
@@ -162,7 +166,7 @@ struct QueryBackwardBlock {
     for (int i = 0; i < kThreadRows; ++i) {
       const Origin origin;
       const int row = shared.first_row + origin.row_of(i);
-      if (is_large_row(facts[i].x)) subtract_large_lse(params, shared.batch, shared.head, row, i, scores);
+      if (is_large_row(row_lse[i])) subtract_large_lse(params, shared.batch, shared.head, row, i, scores);
     }
   }
 
@@ -215,9 +219,9 @@ struct QueryBackwardBlock {
         for (int pair = 0; pair < 2; ++pair) {
           const int at = 2 * (i % 2) + pair;
           const float score = scores[i / 2][n][at];
-          const float probability = exp2_fast(fmaf(score, params.score.multiplier, -facts[i].x));
+          const float probability = exp2_fast(fmaf(score, params.score.multiplier, -row_lse[i]));
           float& gradient = gradients[i / 2][n][at];
-          gradient = score == -INFINITY ? 0 : probability * (gradient - facts[i].y);  // not NaN where nothing is seen
+          gradient = score == -INFINITY ? 0 : probability * (gradient - row_delta[i]);  // not NaN where nothing is seen
         }
     if (kRowBias && params.dbias_sums != nullptr) add_bias_gradients(tile_or_buffer, first_column);
     if (params.score.softcap != 0) {

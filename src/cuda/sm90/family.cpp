@@ -1,8 +1,12 @@
-// The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family: so far the forward,
-// above head dim 128 without softcap, and without a bias that differs by row but where boxes of it can be copied.
+// The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family. The forward is left to
+// other families above head dim 128 with a softcap, or a bias that differs by row and does not come in boxes; the
+// backward above head dim 128, with a softcap, or a bias that differs by row.
+#include "cuda/attention/backward_call.h"
 #include "cuda/attention/call.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
+#include "cuda/sm80/launch.h"
+#include "cuda/sm90/backward_config.h"
 #include "cuda/sm90/forward_config.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/tensor_map.h"
@@ -123,8 +127,67 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   return launches.status();
 }
 
+bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
+  const int bucket = bucket_of(problem.head_dim);
+  return gpu.capability == 90 && sm90::has_backward(bucket) && problem.keys > 0 && problem.softcap == 0 &&
+         is_per_key(problem.bias) && is_per_key(problem.dbias) &&
+         sm90::has_tensor_map(problem.query, problem.batch, problem.rows, problem.heads) &&
+         sm90::has_tensor_map(problem.dout, problem.batch, problem.rows, problem.heads) &&
+         // Rows are copied in pieces of 8 columns, too.
+         is_aligned(problem.query) && is_aligned(problem.dout) && is_aligned(problem.key) &&
+         is_aligned(problem.value) && problem.head_dim % 8 == 0;
+}
+
+BackwardTiles tiles_of(const BackwardProblem& problem) {
+  return with_bucket(problem.head_dim, []<int kHeadDim>() {
+    using Config = sm90::BackwardConfig<kHeadDim>;
+    return BackwardTiles{Config::kTileRows, Config::kTileKeys};
+  });
+}
+
+Status arrange_backward(const BackwardProblem& problem, const Gpu&, std::size_t* bytes) {
+  return arrange_backward(problem, tiles_of(problem), bytes);
+}
+
+CUresult make_maps(const BackwardProblem& problem, sm90::BackwardMaps* maps) {
+  const auto make = [&](const TokenView& tokens, CUtensorMap* map) {
+    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.rows, problem.heads, problem.head_dim,
+                                 tiles_of(problem).rows, map);
+  };
+  const CUresult result = make(problem.query, &maps->query);
+  return result != CUDA_SUCCESS ? result : make(problem.dout, &maps->dout);
+}
+
+Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
+  const auto launch = [&](const BackwardParams& params, bool planned) {
+    sm90::BackwardMaps maps;
+    if (make_maps(problem, &maps) != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    return by_type(problem, [&]<typename Element, int kHeadDim>() {
+      if constexpr (sm90::has_backward(kHeadDim)) {
+        return sm90::launch_backward<Element, kHeadDim>(params, maps, planned, stream);
+      } else {
+        return cudaErrorInvalidValue;  // takes_backward declines
+      }
+    });
+  };
+  const BackwardKernels kernels = {
+      .family = kSm90Family.name,
+      .variant = "",
+      .tiles = tiles_of(problem),
+      .launch = launch,
+      .launch_query_gradients = [&](const float* sums) { return sm90::launch_query_gradients(problem, sums, stream); },
+      .launch_query_backward =
+          [&](const BackwardParams& params, bool planned) {
+            return by_type(problem, [&]<typename Element, int kHeadDim>() {
+              return launch_query_backward<Element, kHeadDim>(params, planned, stream);
+            });
+          }};
+  return run_backward(problem, gpu, kernels, workspace, stream);
+}
+
 }  // namespace
 
-const KernelFamily kSm90Family = {"sm90", takes_forward, arrange_forward, forward, nullptr, nullptr, nullptr};
+const KernelFamily kSm90Family = {"sm90",         takes_forward,    arrange_forward, forward,
+                                  takes_backward, arrange_backward, backward};
 
 }  // namespace flash_dmattn::internal::cuda

@@ -46,7 +46,19 @@ auto by_kernel(const Sm90ForwardParams& params, bool planned, Function function)
                                    : function.template operator()<false, Scoring::kNone>();
 }
 
-// One unit of compilation for each element type and pair of buckets (instance.cu).
+// What a backward reads in boxes of a step's rows.
+struct BackwardMaps {
+  CUtensorMap query, dout;
+};
+
+// One unit of compilation for each element type and bucket (backward_instance.cu).
+template <typename Element, int kHeadDim>
+cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream);
+
+// dquery from the sums that it left, which lie as its threads' registers do (query_gradients.cu).
+cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream);
+
+// One unit of compilation for each element type and pair of buckets (forward_instance.cu).
 template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_forward(const Sm90ForwardParams& params, const ForwardMaps& maps, bool planned, cudaStream_t stream);
 

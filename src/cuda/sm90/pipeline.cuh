@@ -10,7 +10,7 @@ namespace flash_dmattn::internal::cuda::sm90 {
 
 constexpr int kWarpGroup = 128;
 
-// Named barriers of the block, the first of those with one for each consumer.
+// Named barriers of the forward's block, the first of those with one for each consumer.
 constexpr int kClearBarrier = 1, kTurnBarrier = 2, kCalmBarrier = 5;
 
 // The two barriers of each stage: a phase of "full" ends when what was copied there has arrived, one of "empty" when

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <string>
 
@@ -26,6 +27,41 @@ TEST(KernelFamilies, FewRowsOverManyKeysAreDecoded) {
   EXPECT_EQ(forward_name(1, 16), "sm80");
   EXPECT_EQ(forward_name(512, 4096), "sm80");
   EXPECT_STREQ(backward_family(problem_of(1, 4096), Gpu()).name, "sm80");
+}
+
+// On Hopper, with tensors that the copy engine can address; the memory is only pointed to.
+BackwardProblem hopper_problem(std::int64_t head_dim) {
+  alignas(16) static std::uint16_t memory[1];
+  BackwardProblem problem = problem_of(512, 512);
+  problem.head_dim = head_dim;
+  const TokenView tokens = {memory, 512 * 2 * head_dim, 2 * head_dim, head_dim};
+  problem.query = problem.key = problem.value = problem.out = problem.dout = tokens;
+  return problem;
+}
+
+std::string hopper_backward_name(const BackwardProblem& problem) {
+  Gpu gpu;
+  gpu.capability = 90;
+  return backward_family(problem, gpu).name;
+}
+
+TEST(KernelFamilies, HopperHasBackwardsOfItsOwn) {
+  if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
+  for (const std::int64_t head_dim : {40, 64, 96, 128})
+    EXPECT_EQ(hopper_backward_name(hopper_problem(head_dim)), "sm90");
+  for (const std::int64_t head_dim : {32, 60, 136, 256}) {
+    EXPECT_EQ(hopper_backward_name(hopper_problem(head_dim)), "sm80");
+  }
+  BackwardProblem problem = hopper_problem(128);
+  problem.softcap = 5;
+  EXPECT_EQ(hopper_backward_name(problem), "sm80");
+  problem = hopper_problem(128);
+  problem.bias.data = problem.query.data;
+  problem.bias.rows = problem.rows;
+  EXPECT_EQ(hopper_backward_name(problem), "sm80");
+  problem = hopper_problem(128);
+  problem.dout.head_stride = 0;  // an expanded gradient
+  EXPECT_EQ(hopper_backward_name(problem), "sm80");
 }
 
 TEST(KernelFamilies, TheLastTakesEveryProblem) {

@@ -6,6 +6,7 @@ Inputs are made and results are judged on the CPU, so that the GPU runs nothing 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -127,5 +128,6 @@ def test_family_of_an_architecture(arch: str, kernels: str) -> None:
         [sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-4000:]
-    assert f"cuda/{kernels} " in result.stderr
+    for direction in ("forward", "backward"):
+        assert re.search(rf"cuda/{kernels} \w+ {direction} ", result.stderr), direction
     assert ("cuda/sm90" in result.stderr) == (kernels == "sm90")

@@ -1,0 +1,313 @@
+// The sm90 backward: a block owns a tile of keys and walks over the tiles of query rows that see it, for some query
+// heads of a group, as that of sm80 does (sm80/backward.cuh has the formulas).
+//
+// Scores are computed transposed, a key a row: S^T = K Q^T and dP^T = V dO^T. Probabilities and gradients of scores are
+// then, where the tensor cores have left them, in registers, the operands of dV += P^T dO and dK += dS^T Q. Only dS
+// goes through shared memory, as dQ = dS K adds over the keys of all consumers. Producers (this file) bring queries and
+// output gradients, and what is known of them, step by step; consumers (backward_consumer.cuh) compute.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/attention/block_order.cuh"
+#include "cuda/attention/key_block.cuh"
+#include "cuda/attention/params.h"
+#include "cuda/attention/row_walk.cuh"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/plan/visibility.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/backward_config.h"
+#include "cuda/sm90/backward_consumer.cuh"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/pipeline.cuh"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+
+// What consumers know of a step.
+template <typename Config>
+struct alignas(16) StepFacts {
+  // Of `mark`, which has all that consumers ask for at every step, since one number for all lanes takes a register that
+  // they have, and many do not.
+  enum Mark : std::uint32_t {
+    kExists = 1,        // there is a step; else it is the end
+    kFull = 2,          // every row sees every key; there are no words
+    kStartsHead = 4,    // it is the first of a head
+    kOddRound = 8,      // the pipeline's round is odd; from kStageShift on its stage
+    kTransforms = 16,   // of the call: anything is done to scores before the exponent
+    kBiased = 32,       // there is a bias
+    kSumsKeyBias = 64,  // its gradient is asked for
+    kLargeRows = 128,   // there are large rows
+    kNever = 1u << 15,  // is not set, which the compiler does not know
+  };
+  // Besides the number of the step, and of the one before, modulo kNumbers.
+  static constexpr int kNumberShift = 9, kLastNumberShift = 12, kStageShift = 16, kAddressShift = 24;
+  static constexpr std::uint32_t kNumbers = 2 * Config::kScoreStages;
+  static_assert(kNumbers <= 8);
+  static constexpr std::uint32_t kStageMask = 255, kAddressUnits = 1024;
+
+  struct {
+    RowFacts lse[Config::kTileRows], delta[Config::kTileRows];
+  } rows;
+  std::uint32_t words[Config::kTileKeys][Config::kWords];  // of the step's rows, 32 at a time
+  int head, first_row;
+  int tile;  // of all tiles of rows: where sums of dquery lie
+  std::uint32_t mark;
+};
+
+template <typename ElementType, int kItsHeadDim, bool kIsPlanned>
+struct BackwardBlock {
+  using Element = ElementType;
+  using Config = BackwardConfig<kItsHeadDim>;
+  using Facts = StepFacts<Config>;
+  static constexpr bool kPlanned = kIsPlanned;
+  static constexpr int kHeadDim = kItsHeadDim;
+  static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kStages = Config::kStages;
+  // Bytes from one panel of 64 columns to the next.
+  static constexpr std::uint32_t kKeyPanel = kTileKeys * 128, kRowPanel = kTileRows * 128;
+  using Walk = RowWalk<kTileRows, kTileKeys, kPlanned>;
+  using Step = typename Walk::Step;
+
+  struct Shared {
+    Pipeline<kStages> steps;
+    std::uint64_t keys_full;                                   // keys and values have arrived
+    std::uint64_t score_gradients_full[Config::kScoreStages];  // all consumers have stored theirs
+    Facts facts[kStages];
+    std::int32_t key[kTileKeys];  // -1: none, or no row sees it, and the tile holds zeros
+    RowRange range[kTileKeys];
+    float bias[kTileKeys];  // of the head of the consumers' step, if it is the same for every row
+    Walk walks[Config::kProducerWarps];
+    int head;                           // of the step that was brought last
+    std::uint32_t number;               // of the next one, modulo Facts::kNumbers
+    int heads[4 * Config::kConsumers];  // of each consumer's warp: of the steps that it adds up for a bias's gradient
+    KeyBlock block;
+    int existing;
+    std::uint32_t marks;  // those of the call
+    bool has_unseen_row;  // the call has one
+  };
+  static constexpr std::size_t kSharedBytes = Config::kTilesBytes + sizeof(Shared);
+  static_assert(kSharedBytes <= kWideSharedBytes);
+
+  const BackwardParams& params;
+  const BackwardMaps& maps;
+  std::uint32_t keys, values, queries, score_gradients;  // in shared memory
+  Shared& shared;
+
+  __device__ BackwardBlock(const BackwardParams& params, const BackwardMaps& maps, unsigned char* memory)
+      : params(params),
+        maps(maps),
+        keys(shared_address(memory)),
+        values(keys + static_cast<std::uint32_t>(Config::kKeyBytes)),
+        queries(values + static_cast<std::uint32_t>(Config::kKeyBytes)),
+        score_gradients(queries + static_cast<std::uint32_t>(kStages * 2 * Config::kRowBytes)),
+        shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes)) {}
+
+  // For order_blocks.
+  __device__ static int visits(const BackwardParams& params, unsigned number, int lane, int lanes) {
+    const KeyBlock block = key_block<kTileKeys, kPlanned>(params, number);
+    return block.exists ? Walk::visits(params, block, lane, lanes) : 0;
+  }
+
+  // Says whether the block has anything to do.
+  __device__ bool init() {
+    if (threadIdx.x == 0) {
+      shared.block = key_block<kTileKeys, kPlanned>(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
+      shared.existing = key_count(params.visibility, shared.block.batch);
+      shared.head = -1, shared.number = 0;
+      shared.marks = (params.score.transforms ? Facts::kTransforms : 0) | (params.bias.defined() ? Facts::kBiased : 0) |
+                     (params.dbias_sums != nullptr ? Facts::kSumsKeyBias : 0) |
+                     (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0);
+      shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
+      shared.steps.init(Config::kProducerWarps, Config::kConsumers * 4);
+      init_barrier(shared_address(&shared.keys_full), 32 * Config::kProducerWarps);
+      for (std::uint64_t& full : shared.score_gradients_full)
+        init_barrier(shared_address(&full), 4 * Config::kConsumers);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    return shared.block.exists;
+  }
+
+  __device__ std::uint32_t queries_at(int stage) const {
+    return queries + stage * static_cast<std::uint32_t>(2 * Config::kRowBytes);
+  }
+  __device__ std::uint32_t output_gradients_at(int stage) const {
+    return queries_at(stage) + static_cast<std::uint32_t>(Config::kRowBytes);
+  }
+
+  // ---- By the producers, whose warps each know 32 of the keys: a lane one.
+
+  __device__ void produce() {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const KeyBlock& block = shared.block;
+    const std::int32_t key = key_of(warp * 32 + lane);
+    const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, shared.existing, key);
+    bool visible = range.begin < range.end;
+    if constexpr (kPlanned) {
+      visible = any_row_sees(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
+                             block.end_chunk);
+    }
+    shared.key[warp * 32 + lane] = visible ? key : -1;
+    shared.range[warp * 32 + lane] = range;
+    gather_keys(warp, lane, visible ? key : -1);
+    produce_steps(warp, lane);
+  }
+
+  // The key of a column of the tile, -1: none.
+  __device__ std::int32_t key_of(int column) const {
+    const KeyBlock& block = shared.block;
+    const int position = block.tile * kTileKeys + column;
+    if (!block.listed) return position;
+    if (position >= params.plan.chunks[block.plan_chunk].count) return -1;
+    return params.plan.keys[static_cast<std::int64_t>(block.plan_chunk) * params.plan.capacity + position];
+  }
+
+  // Copies kRows rows of two tensors, 32 a warp's lane each in `index`, to panels. Eight lanes take eight rows.
+  template <std::uint32_t kPanel>
+  __device__ void gather(int lane, std::int32_t index, const TokenRows& first, const TokenRows& second,
+                         std::uint32_t first_target, std::uint32_t second_target) const {
+    const int first_row = lane / 8 * 8, piece = lane % 8;
+#pragma unroll 1
+    for (int row = 0; row < 8; ++row) {
+      const std::int32_t source = __shfl_sync(~0u, index, first_row + row);
+      const std::uint32_t offset = (first_row + row) * 128 + (piece ^ row) * 16;
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanels; ++panel) {
+        const int column = panel * 64 + piece * 8;
+        const bool valid = source >= 0 && column < params.head_dim;
+        copy_async_16(first_target + panel * kPanel + offset, first.row(source) + column, valid);
+        copy_async_16(second_target + panel * kPanel + offset, second.row(source) + column, valid);
+      }
+    }
+  }
+
+  // Keys that nobody sees arrive as zeros.
+  __device__ void gather_keys(int warp, int lane, std::int32_t key) const {
+    const KeyBlock& block = shared.block;
+    gather<kKeyPanel>(lane, key, rows_of(params.key, block.batch, block.key_head, 0),
+                      rows_of(params.value, block.batch, block.key_head, 0), keys + warp * 32 * 128,
+                      values + warp * 32 * 128);
+    arrive_when_copied(shared_address(&shared.keys_full));
+  }
+
+  __device__ std::int64_t tile_of(const Step& step) const {
+    const int row_tiles = (params.rows + kTileRows - 1) / kTileRows;
+    return (static_cast<std::int64_t>(shared.block.batch) * params.heads + step.head) * row_tiles + step.row_tile;
+  }
+
+  // Whether every row of the step sees every key of the block.
+  __device__ bool is_full(const Step& step) const {
+    if constexpr (kPlanned) return step.full;
+    return causal_limit(params.visibility, shared.existing, step.first_row()) >= (shared.block.tile + 1) * kTileKeys;
+  }
+
+  // Every warp walks for itself. The first one brings rows, and what is known of them; all make words of their keys.
+  __device__ void produce_steps(int warp, int lane) {
+    const KeyBlock& block = shared.block;
+    Walk& walk = shared.walks[warp];
+    walk.start(params, block, shared.existing);
+    Position<kStages> at;
+    bool exists = true;
+#pragma unroll 1
+    while (exists) {
+      const Step step = walk.next(params, block, shared.existing);
+      exists = step.exists();
+      Facts& facts = shared.facts[at.stage];
+      const bool full = exists && is_full(step);
+      wait(shared_address(&shared.steps.empty[at.stage]), at.parity ^ 1);
+      if (warp == 0) {
+        if (lane == 0) {
+          facts.mark = shared.marks | at.stage << Facts::kStageShift |
+                       queries_at(at.stage) / Facts::kAddressUnits << Facts::kAddressShift |
+                       (exists ? Facts::kExists : 0) | (full ? Facts::kFull : 0) |
+                       (step.head != shared.head ? Facts::kStartsHead : 0) | (at.parity != 0 ? Facts::kOddRound : 0) |
+                       shared.number << Facts::kNumberShift |
+                       (shared.number + Facts::kNumbers - 1) % Facts::kNumbers << Facts::kLastNumberShift;
+          shared.number = (shared.number + 1) % Facts::kNumbers;
+          facts.head = shared.head = step.head;
+          facts.first_row = step.first_row();
+          facts.tile = static_cast<int>(tile_of(step));
+        }
+        if (exists) bring_rows(step, facts, at, lane);
+      }
+      if (exists && !full) make_words(step, warp * 32 + lane, facts);
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(&shared.steps.full[at.stage]));
+      at.advance();
+    }
+  }
+
+  // Queries, output gradients and facts of the step's rows. Rows past the last have facts too.
+  __device__ void bring_rows(const Step& step, Facts& facts, const Position<kStages>& at, int lane) const {
+    const RowFacts* source = params.row_facts + tile_of(step) * (2 * kTileRows);
+    if (shared.has_unseen_row && gather_rows(step, source, facts, at, lane)) return;
+    if (lane != 0) return;
+    const std::uint32_t full = shared_address(&shared.steps.full[at.stage]);
+    expect_bytes(full, 2 * Config::kRowBytes + sizeof(facts.rows));
+    load_bytes(shared_address(&facts.rows), source, sizeof(facts.rows), full);
+#pragma unroll
+    for (int panel = 0; panel < Config::kPanels; ++panel) {
+      load_box(queries_at(at.stage) + panel * kRowPanel, maps.query, panel * 64, step.first_row(), step.head,
+               shared.block.batch, full);
+      load_box(output_gradients_at(at.stage) + panel * kRowPanel, maps.dout, panel * 64, step.first_row(), step.head,
+               shared.block.batch, full);
+    }
+  }
+
+  // The same if some row sees no key, which it says: query and output gradient of such a row, which may be anything,
+  // arrive as zeros.
+  __device__ bool gather_rows(const Step& step, const RowFacts* source, Facts& facts, const Position<kStages>& at,
+                              int lane) const {
+    const auto sees = [&](int row) { return source[row] != INFINITY; };
+    bool unseen = false;
+    for (int row = lane; row < kTileRows; row += 32) unseen |= !sees(row) && step.first_row() + row < params.rows;
+    if (!__any_sync(~0u, unseen)) return false;
+    const TokenRows queries = rows_of(params.query, shared.block.batch, step.head, step.first_row()),
+                    gradients = rows_of(params.dout, shared.block.batch, step.head, step.first_row());
+#pragma unroll 1
+    for (int first_row = 0; first_row < kTileRows; first_row += 32) {
+      const int row = first_row + lane;
+      facts.rows.lse[row] = source[row], facts.rows.delta[row] = source[kTileRows + row];
+      gather<kRowPanel>(lane, sees(row) ? row : -1, queries, gradients, queries_at(at.stage) + first_row * 128,
+                        output_gradients_at(at.stage) + first_row * 128);
+    }
+    commit_copies();
+    wait_copies<0>();
+    fence_async_proxy();
+    return true;
+  }
+
+  __device__ void make_words(const Step& step, int column, Facts& facts) const {
+    const std::int32_t key = shared.key[column];
+    const RowRange range = shared.range[column];
+#pragma unroll
+    for (int word = 0; word < Config::kWords; ++word) {
+      facts.words[column][word] = key < 0 ? 0
+                                          : visible_word(params.visibility, range, shared.block.batch, step.head, key,
+                                                         step.first_row() + word * kWordRows);
+    }
+  }
+};
+
+template <typename Element, int kHeadDim, bool kPlanned>
+__global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardMaps maps) {
+  using Block = BackwardBlock<Element, kHeadDim, kPlanned>;
+  using Config = typename Block::Config;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Block block(params, maps, memory);
+  if (!block.init()) return;
+  if (threadIdx.x < kWarpGroup) {
+    give_registers_up<Config::kProducerRegisters>();
+    Block(params, maps, at_kept_address(memory)).produce();
+  } else {
+    take_registers<Config::kConsumerRegisters>();
+    BackwardConsumer<Block>(block).run();
+  }
+}
+
+}  // namespace flash_dmattn::internal::cuda::sm90

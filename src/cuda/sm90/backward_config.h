@@ -1,0 +1,49 @@
+// Tile sizes of the sm90 backward and what they cost.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/plan/visibility.h"
+#include "cuda/sm90/registers.h"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+
+// Buckets of head dims that have a backward.
+constexpr int kLeastBackwardBucket = 64, kMostBackwardBucket = 128;
+constexpr bool has_backward(int bucket) { return bucket >= kLeastBackwardBucket && bucket <= kMostBackwardBucket; }
+
+// One warp group brings tiles of queries and output gradients; each of the others, consumers, owns kConsumerKeys keys.
+template <int kHeadDimBucket>
+struct BackwardConfig {
+  static constexpr int kHeadDim = kHeadDimBucket;
+  static constexpr int kConsumerKeys = 64, kConsumers = 2, kTileKeys = kConsumerKeys * kConsumers;
+  // Of a step: a unit of the plan, or two where registers allow.
+  static constexpr int kTileRows = kHeadDim <= 64 ? 128 : 64;
+  static constexpr int kWords = kTileRows / kWordRows;
+  static constexpr int kProducerWarps = 4, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kStages = kHeadDim <= 64 ? 2 : 3;  // of queries and output gradients
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static_assert(has_registers({kConsumerRegisters, kConsumerRegisters, kProducerRegisters}));
+
+  // Whether gradients of scores are made from rounded probabilities, as there are no registers to keep others.
+  static constexpr bool kUnpacksProbabilities = kHeadDim != 96;
+
+  // Whether a consumer's turn at the tensor cores goes on to the next step's scores, and whether it asks for that step
+  // before it adds gradients of queries to memory, which keep what it reads of shared memory behind them. Measured.
+  static constexpr bool kLongTurns = kHeadDim > 64, kAsksEarly = kHeadDim == 96;
+
+  // Shared memory: panels of 64 columns, 128 bytes a row.
+  static constexpr int kPanels = (kHeadDim + 63) / 64;
+  static constexpr std::size_t kKeyBytes = std::size_t{kPanels} * kTileKeys * 128;
+  static constexpr std::size_t kRowBytes = std::size_t{kPanels} * kTileRows * 128;
+  static constexpr int kScoreStages = 3;  // of scores' gradients
+  static constexpr std::size_t kScoreBytes = std::size_t{kTileKeys} * kTileRows * 2;
+  static constexpr std::size_t kTilesBytes = 2 * kKeyBytes + kStages * 2 * kRowBytes + kScoreStages * kScoreBytes;
+
+  // Each consumer makes some of dquery: 64 of the rows or, of a step that has no more, a panel of columns, of which the
+  // last may not be full.
+  static constexpr bool kSplitsRows = kTileRows == 64 * kConsumers;
+  static constexpr int kQueryColumns = kSplitsRows ? kHeadDim : 64;
+};
+
+}  // namespace flash_dmattn::internal::cuda::sm90

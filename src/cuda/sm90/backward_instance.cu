@@ -1,0 +1,37 @@
+// The sm90 backward for one element type and bucket of head dims: cmake/cuda.cmake compiles this file once for each.
+#include "cuda/launch_blocks.cuh"
+#include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/launch.h"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+namespace {
+
+template <typename Element, int kHeadDim, bool kPlanned>
+cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardMaps& maps, cudaStream_t stream) {
+  using Block = BackwardBlock<Element, kHeadDim, kPlanned>;
+  using Config = typename Block::Config;
+  const std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
+  BackwardParams ordered = params;
+  if constexpr (kPlanned) {
+    // Many of the blocks have no keys and end at once: as many as possible are looked at for some that have.
+    const cudaError_t error =
+        order_blocks<Block>(&ordered, blocks, params.processors, kMostOrderedBlocks, false, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned>, {blocks, Config::kThreads, Block::kSharedBytes},
+                       stream, ordered, maps);
+}
+
+}  // namespace
+
+template <typename Element, int kHeadDim>
+cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream) {
+  return planned ? launch_backward_kernel<Element, kHeadDim, true>(params, maps, stream)
+                 : launch_backward_kernel<Element, kHeadDim, false>(params, maps, stream);
+}
+
+template cudaError_t launch_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const BackwardParams&,
+                                                                                  const BackwardMaps&, bool,
+                                                                                  cudaStream_t);
+
+}  // namespace flash_dmattn::internal::cuda::sm90

@@ -1,0 +1,72 @@
+// The last pass of the sm90 backward: dquery, rounded from sums that lie as its consumers' registers do.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/attention/call.h"
+#include "cuda/attention/tokens.cuh"
+#include "cuda/launch_blocks.cuh"
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/sm90/backward_config.h"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/pipeline.cuh"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+namespace {
+
+constexpr int kPartRows = 64;
+
+// Of a head, those of the last tile included that have no rows.
+template <int kHeadDim>
+__host__ __device__ std::int64_t row_parts(std::int64_t rows) {
+  constexpr int kTileRows = BackwardConfig<kHeadDim>::kTileRows;
+  return (rows + kTileRows - 1) / kTileRows * (kTileRows / kPartRows);
+}
+
+// One block for 64 rows of a tile. Of eight columns of these a warp group's threads have left four sums each, as
+// accumulators have them (ptx/wgmma.cuh); the next eight columns follow.
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(kWarpGroup)
+    query_gradient_kernel(const __grid_constant__ BackwardProblem problem, const float* sums) {
+  const auto parts = static_cast<unsigned>(row_parts<kHeadDim>(problem.rows));
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const std::int64_t pair = blockIdx.x / parts;
+  const int row = static_cast<int>(blockIdx.x % parts) * kPartRows + thread / 32 * 16 + lane / 4;
+  const auto* source = reinterpret_cast<const float4*>(sums + std::int64_t{blockIdx.x} * kPartRows * kHeadDim) + thread;
+  auto* target = static_cast<std::uint16_t*>(problem.dquery.data) + pair / problem.heads * problem.dquery.batch_stride +
+                 pair % problem.heads * problem.dquery.head_stride + row * problem.dquery.token_stride;
+  const float scale = static_cast<float>(problem.scale);
+  const int head_dim = static_cast<int>(problem.head_dim);
+  const bool aligned = head_dim % 8 == 0 && reinterpret_cast<std::uintptr_t>(problem.dquery.data) % 16 == 0;
+#pragma unroll
+  for (int first = 0; first < kHeadDim / 8; first += 4) {
+    std::uint32_t words[2][4];  // of rows 8 apart
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float4 part = __ldcs(source + (first + n) * kWarpGroup);
+      words[0][n] = pack<Element>(part.x * scale, part.y * scale);
+      words[1][n] = pack<Element>(part.z * scale, part.w * scale);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      transpose_quad(words[half]);
+      if (row + 8 * half >= problem.rows) continue;
+      store_piece(target + 8 * half * problem.dquery.token_stride, first + lane % 4, words[half], head_dim, aligned);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
+  return by_type(problem, [&]<typename Element, int kHeadDim>() {
+    if constexpr (has_backward(kHeadDim)) {
+      const std::int64_t blocks = row_parts<kHeadDim>(problem.rows) * problem.heads * problem.batch;
+      return launch_blocks(query_gradient_kernel<Element, kHeadDim>, {.blocks = blocks, .threads = kWarpGroup}, stream,
+                           problem, sums);
+    } else {
+      return cudaErrorInvalidValue;  // takes_backward declines
+    }
+  });
+}
+
+}  // namespace flash_dmattn::internal::cuda::sm90
