@@ -158,6 +158,21 @@ def compare_with_one_process(setting: Setting) -> None:
     if setting.dtype == torch.float64:
         assert_same_bits({"out": found["out"]}, wanted)
     assert_close(found, wanted)
+    assert all(tensor.is_contiguous() for tensor in found.values())
+
+
+def compare_two_backwards(setting: Setting) -> None:
+    """Of one graph: the second gets what the first one got."""
+    own = own_shares(setting)
+    dout = own.pop("dout")
+    leaves = [own[name].requires_grad_() for name in LEAVES]
+    out = dynamic_mask_attention(**own, window_size=setting.window, group=dist.group.WORLD, deterministic=True)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    copies = [tensor.clone() for tensor in first]
+    second = torch.autograd.grad(out, leaves, dout)
+    for name, *tensors in zip(LEAVES, first, copies, second, strict=True):
+        for tensor in tensors[1:]:
+            assert_same_bits({name: tensors[0]}, {name: tensor})
 
 
 # ---- The same calls in one process

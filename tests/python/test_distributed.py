@@ -25,6 +25,7 @@ from shares import (
     compare_compiled,
     compare_frozen,
     compare_gathered_first,
+    compare_two_backwards,
     compare_with_one_process,
     compare_with_parts,
     hide_a_rank,
@@ -83,6 +84,10 @@ def test_gradients_are_rounded_once_after_their_sum(ranks: Ranks, change: object
 
 def test_a_rank_without_gradients_of_its_own_sends_those_of_others(ranks: Ranks) -> None:
     ranks.run(compare_frozen, Setting())
+
+
+def test_two_backwards_of_one_graph(ranks: Ranks) -> None:
+    ranks.run(compare_two_backwards, Setting())
 
 
 def test_meshes_and_compiled_code(ranks: Ranks) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from train_distributed_tiny import STEPS, train
+from launching import STEPS, train
 
 
 @pytest.fixture(scope="module")

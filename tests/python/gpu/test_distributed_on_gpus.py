@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from flash_dmattn.distributed import dynamic_mask_attention, previous_tokens
+from launching import STEPS, train
 from ranks import Ranks, mesh_of, rank_device, start_ranks
 from shares import (
     BATCH,
@@ -24,6 +25,7 @@ from shares import (
     compare_gathered_first,
     compare_intervals,
     compare_layer,
+    compare_two_backwards,
     compare_with_one_process,
     compare_with_parts,
     hide_a_rank,
@@ -36,7 +38,6 @@ from shares import (
     share_of,
 )
 from torch.distributed.tensor import DTensor, Shard
-from train_distributed_tiny import STEPS, train
 
 pytestmark = [
     pytest.mark.devices("cuda"),
@@ -80,6 +81,22 @@ def test_shares_are_those_of_one_gpu(ranks: Ranks, name: str) -> None:
 def test_bits_are_those_of_the_same_calls_on_one_gpu(ranks: Ranks, name: str) -> None:
     """Which the tests above cannot say: there one call has other tiles, and adds up in another order."""
     ranks.run(compare_with_parts, SETTINGS[name])
+
+
+def compare_with_parts_under_torchs_switch() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare_with_parts(setting(options={"deterministic": None}))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms(ranks: Ranks) -> None:
+    ranks.run(compare_with_parts_under_torchs_switch)
+
+
+def test_two_backwards_of_one_graph(ranks: Ranks) -> None:
+    ranks.run(compare_two_backwards, SETTINGS["plain"])
 
 
 @pytest.mark.parametrize("name", ["plain", "scores_apart", "key_mask", "window_above_a_share"])
