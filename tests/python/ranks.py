@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import multiprocessing
@@ -61,8 +62,9 @@ def _join(next_rank: Synchronized[int], size: int, store: str, backend: Backend)
     torch.set_num_threads(1)
     device = None
     if backend == "nccl":
-        torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        atexit.register(dist.destroy_process_group)
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
 

@@ -56,8 +56,8 @@ def dynamic_mask_attention(
         selection, seqlens_k: for the names of the other function only; see below.
         scale, softcap, deterministic: as in `flash_dmattn.dynamic_mask_attention`.
         gathered: the exchange, if `gather_kept_keys` has started it, with the same objects; group need not be given.
-        check: let ranks compare shapes, dtypes and options in this call, which waits for all of them. A group's first
-            call does so, and all with TORCH_DISTRIBUTED_DEBUG=DETAIL; others trust the ranks.
+        check: let ranks compare shapes, dtypes and options in this call, which waits for all of them. The first call
+            in a group does so, and all with TORCH_DISTRIBUTED_DEBUG=DETAIL; others trust the ranks.
 
     Returns:
         out (B, S / P, H, D), this rank's share; of DTensors (B, S, H, D), split likewise.

@@ -202,6 +202,7 @@ def test_tokens_of_the_rank_before(ranks: Ranks) -> None:
 
 @pytest.fixture(scope="module")
 def of_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    pytest.importorskip("tqdm", reason="needs tqdm, as the example does")
     return train(tmp_path_factory.mktemp("one"), 1, on_gpus=True)
 
 
