@@ -94,6 +94,21 @@ def test_meshes_and_compiled_code(ranks: Ranks) -> None:
     ranks.run(compare_compiled, Setting(), "aot_eager")
 
 
+def see_nothing_to_send() -> None:
+    for batch, share in ((0, SHARE), (BATCH, 0)):
+        query, key, bias = (torch.zeros(batch, share, heads, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+        bias = bias[..., 0].mT
+        leaves = [tensor.requires_grad_() for tensor in (query, key, bias)]
+        out = dynamic_mask_attention(query, key, key, bias, 10, group=dist.group.WORLD)
+        assert out.shape == query.shape
+        for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+            assert gradient.shape == leaf.shape
+
+
+def test_nothing_to_send(ranks: Ranks) -> None:
+    ranks.run(see_nothing_to_send)
+
+
 # ---- The exchange, started early
 
 
@@ -238,6 +253,7 @@ REFUSED = {
     "head_of_a_query": ({"key_bias": torch.zeros(BATCH, HEADS, SHARE)}, ValueError, "key_bias must be .* Hkv or 1"),
     "scores_of_a_query": ({"scores": torch.zeros(BATCH, HEADS, SHARE)}, ValueError, "scores must be .* Hkv or 1"),
     "one_length": ({"query": torch.zeros(BATCH, 1, HEADS, HEAD_DIM)}, ValueError, "of one length"),
+    "heads_of_the_value": ({"value": torch.zeros(BATCH, SHARE, 1, HEAD_DIM)}, ValueError, "value must have key's"),
     "length_of_the_bias": ({"key_bias": torch.zeros(BATCH, 1, SHARE + 1)}, ValueError, "key_bias must be .* S / P"),
     "negative_window": ({"window_size": -1}, ValueError, "window_size must not be negative"),
     "device": ({"key_bias": torch.zeros(BATCH, 1, SHARE, device="meta")}, ValueError, "on the device of"),

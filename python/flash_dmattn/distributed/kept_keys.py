@@ -108,9 +108,9 @@ def start_gather(
         ValueError: as `check_forms`; devices differ; a negative window_size.
     """
     key, value, key_bias, scores, key_mask = (shares[name] for name in given)
-    check_forms(key, key_bias, scores, key_mask)
+    check_forms(key, value, key_bias, scores, key_mask)
     _library.check_devices(tuple(given), (key, value, key_bias, scores, key_mask))
-    if group.size() == 1 or min(window_size, key.shape[1]) == 0:
+    if group.size() == 1 or 0 in (window_size, *key.shape[:3]):
         return GatheredKeys(group, window_size, given)
     kept = kept_keys(key_bias if scores is None else scores, window_size, key_mask)
     tensors = (key, value, *_in_one_form(key_bias, scores, kept))
@@ -120,9 +120,14 @@ def start_gather(
     return GatheredKeys(group, window_size, given, kept, received)
 
 
-def check_forms(key: Tensor, key_bias: Tensor, scores: Tensor | None, key_mask: Tensor | None) -> None:
-    """That what is per key is a share of it, with heads that see the same keys of other ranks."""
+def check_forms(key: Tensor, value: Tensor, key_bias: Tensor, scores: Tensor | None, key_mask: Tensor | None) -> None:
+    """That values belong to the keys, and what is per key, with heads that see the same keys of other ranks."""
     batch, length, heads = key.shape[:3]
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            "value must have key's batch size, length and heads; "
+            f"got value {tuple(value.shape)}, key {tuple(key.shape)}"
+        )
     for name, tensor in (("key_bias", key_bias), ("scores", scores)):
         if tensor is not None and not _is_per_key(tensor, batch, heads, length):
             raise ValueError(
