@@ -44,21 +44,26 @@ def parse_arguments() -> argparse.Namespace:
     add("--width", type=int, default=128, help="size of the residual stream, a multiple of 8")
     add("--text", help="a file, or a directory of .py files; default: Python's standard library")
     add("--learning-rate", type=float, default=4e-3)
+    add("--dtype", choices=("float32", "bfloat16"), help="bfloat16, the default on GPUs, uses autocast; else float32")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("runs/distributed"), help="directory of the checkpoint and losses.json")
     add("--resume", action="store_true", help="continue the checkpoint in --output")
     add("--pause-at", type=int, default=None, help="stop at this step of --steps, to be resumed later")
     add("--checkpoint-every", type=int, default=50, help="steps between two checkpoints")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.dtype is None:
+        arguments.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    return arguments
 
 
 @contextmanager
 def process_group() -> Iterator[DeviceMesh]:
     """All processes, as the dimension along which sequences are split."""
-    has_gpus = torch.cuda.is_available()
-    dist.init_process_group("nccl" if has_gpus else "gloo")
+    has_gpus, device = torch.cuda.is_available(), None
     if has_gpus:
-        torch.cuda.set_device(dist.get_node_local_rank())
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if has_gpus else "gloo", device_id=device)
     try:
         yield init_device_mesh("cuda" if has_gpus else "cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     finally:

@@ -7,14 +7,17 @@ share of the result; gradients flow to the ranks that own them.
 from .dynamic_mask import dynamic_mask_attention
 from .halo import previous_tokens
 from .interval_mask import attention
+from .kept_keys import GatheredKeys, gather_kept_keys
 from .module import DynamicMaskAttention, DynamicMaskParallel
 from .order import shard, unshard
 
 __all__ = [
     "DynamicMaskAttention",
     "DynamicMaskParallel",
+    "GatheredKeys",
     "attention",
     "dynamic_mask_attention",
+    "gather_kept_keys",
     "previous_tokens",
     "shard",
     "unshard",

@@ -6,6 +6,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ._ranks import token_dim
+
 
 def to_shares(tensors: dict[str, Tensor | None], group: object) -> tuple[dict[str, Tensor | None], DeviceMesh | None]:
     """The local parts of DTensors, and their mesh; plain tensors as they are, and None.
@@ -26,7 +28,7 @@ def to_shares(tensors: dict[str, Tensor | None], group: object) -> tuple[dict[st
         if tensor is not None and not isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be a DTensor where others are; got {name} of type {type(tensor).__name__}")
         if tensor is not None:
-            wanted = (Shard(1 if tensor.dim() == 4 else 2),)
+            wanted = (Shard(token_dim(tensor)),)
             if tensor.device_mesh != mesh or tensor.placements != wanted:
                 raise ValueError(
                     f"{name} must be split along the sequence, {wanted}, on the mesh of the others; "

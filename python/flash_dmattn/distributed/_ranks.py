@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-_agreed: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+# By group: the functions in which its ranks have agreed once.
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def group_of(group: object) -> ProcessGroup:
@@ -35,13 +36,17 @@ def group_of(group: object) -> ProcessGroup:
 
 
 def check_agreement(
-    group: ProcessGroup, tensors: dict[str, Tensor | None], options: dict[str, object], check: bool
+    group: ProcessGroup,
+    function: str,
+    tensors: dict[str, Tensor | None],
+    options: dict[str, object],
+    check: bool,
 ) -> None:
-    """Raises on every rank if arguments differ between ranks: dtypes and shapes of tensors, and values of options; or
-    whether any gradient is wanted. To be called before anything is refused: what one rank alone has wrong is then an
-    error on all of them, and nobody waits for it.
+    """Raises on every rank if arguments of `function` differ between ranks: dtypes and shapes of tensors, and values of
+    options. To be called before anything is refused: what one rank alone has wrong is then an error on all of them, and
+    nobody waits for it.
 
-    At a group's first call, since the host has to wait for all ranks; at all calls if `check`, or if
+    At the function's first call in a group, since the host has to wait for all ranks; at all calls if `check`, or if
     TORCH_DISTRIBUTED_DEBUG is DETAIL. Not in compiled code, which runs after a first call that is not.
 
     Raises:
@@ -49,11 +54,10 @@ def check_agreement(
     """
     if torch.compiler.is_compiling():
         return
-    if group in _agreed and not check and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    agreed = _agreed.setdefault(group, set())
+    if function in agreed and not check and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return
     facts = {name: _described(tensor) for name, tensor in tensors.items()} | options
-    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors.values())
-    facts["gradients"] = torch.is_grad_enabled() and wanted
     gathered: list[dict[str, object]] = [{} for _ in range(group.size())]
     dist.all_gather_object(gathered, facts, group=group)
     differing = []
@@ -66,19 +70,27 @@ def check_agreement(
             differing.append(f"{name} {values}")
     if differing:
         raise ValueError("all ranks of group must give the same shapes, dtypes and values; got " + "; ".join(differing))
-    _agreed.add(group)
+    agreed.add(function)
 
 
-def check_shares(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """That they are tokens (B, S / P, heads, D), of as many queries as keys."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+def wants_gradient(tensors: dict[str, Tensor | None]) -> bool:
+    """Whether a backward may follow, which all ranks have to join."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors.values())
+
+
+def check_shares(tokens: dict[str, Tensor]) -> None:
+    """That they are tokens (B, S / P, heads, D), by name, of one length."""
+    for name, tensor in tokens.items():
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            "query and key must be shares of one sequence, of one length; "
-            f"got query {tuple(query.shape)}, key {tuple(key.shape)}"
-        )
+    if len({tensor.shape[1] for tensor in tokens.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tokens.items())
+        raise ValueError(f"{' and '.join(tokens)} must be shares of one sequence, of one length; got {shapes}")
+
+
+def token_dim(tensor: Tensor) -> int:
+    """Where tokens (B, S, heads, D) and what is per key (B, heads, S) have the sequence."""
+    return 1 if tensor.dim() == 4 else 2
 
 
 def _described(tensor: Tensor | None) -> str:

@@ -16,7 +16,7 @@ from .. import functional
 from .._arguments import check_bool, check_optional_tensor, check_tensor
 from ..selection import KeyIntervals
 from ._dtensor import from_share, to_shares
-from ._ranks import check_agreement, check_shares, group_of
+from ._ranks import check_agreement, check_shares, group_of, token_dim, wants_gradient
 from .order import Order, part_length, parts_of
 
 
@@ -87,8 +87,9 @@ def attention(
     group = group_of(group)
     form = mask.shape if isinstance(mask, KeyIntervals) else type(mask).__name__
     options = {"mask": form, "is_causal": is_causal, "order": order, "scale": scale, "softcap": softcap}
-    check_agreement(group, tensors, options, check)
-    check_shares(query, key, value)
+    options["gradients"] = wants_gradient(tensors)
+    check_agreement(group, "attention", tensors, options, check)
+    check_shares({"query": query, "key": key, "value": value})
     seqlen = key.shape[1] * group.size()
     _check_forms(key, mask, bias, seqlen)
     part_length(seqlen, group.size(), order)
@@ -222,18 +223,14 @@ class _Fetch(torch.autograd.Function):
         return None, *results, *([None] * (4 - len(results)))
 
 
-def _token_dim(tensor: Tensor) -> int:
-    return 1 if tensor.dim() == 4 else 2
-
-
 def _token_rows(tensor: Tensor) -> Tensor:
     """(B, S, heads, D) or (B or 1, heads, S) as (S, everything else)."""
-    return tensor.movedim(_token_dim(tensor), 0).flatten(1)
+    return tensor.movedim(token_dim(tensor), 0).flatten(1)
 
 
 def _from_token_rows(rows: Tensor, like: Tensor) -> Tensor:
     """The same back, for other tokens."""
-    dim = _token_dim(like)
+    dim = token_dim(like)
     return rows.unflatten(1, like.movedim(dim, 0).shape[1:]).movedim(0, dim)
 
 

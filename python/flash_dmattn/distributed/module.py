@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .. import functional
 from ._ranks import group_of
 from .dynamic_mask import dynamic_mask_attention
+from .kept_keys import GatheredKeys, gather_kept_keys
 
 
 class DynamicMaskAttention(nn.Module):
@@ -41,13 +42,32 @@ class DynamicMaskAttention(nn.Module):
         *,
         scores: Tensor | None = None,
         key_mask: Tensor | None = None,
+        gathered: GatheredKeys | None = None,
     ) -> Tensor:
         """Arguments, result and errors as of `flash_dmattn.dynamic_mask_attention`, or with a group of
-        `flash_dmattn.distributed.dynamic_mask_attention`."""
+        `flash_dmattn.distributed.dynamic_mask_attention`; `gathered`: what `gather` returned for the same arguments."""
         given = {"scores": scores, "key_mask": key_mask} | self.options
         if self.group is None:
+            if gathered is not None:
+                raise ValueError("gathered must be None where sequences are whole; got what gather_kept_keys returned")
             return functional.dynamic_mask_attention(query, key, value, key_bias, self.window_size, **given)
+        given["gathered"] = gathered
         return dynamic_mask_attention(query, key, value, key_bias, self.window_size, group=self.group, **given)
+
+    def gather(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor,
+        *,
+        scores: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> GatheredKeys | None:
+        """Starts the exchange, as `gather_kept_keys` does; None where sequences are whole, and nothing is exchanged."""
+        if self.group is None:
+            return None
+        options = {"scores": scores, "key_mask": key_mask, "group": self.group}
+        return gather_kept_keys(key, value, key_bias, self.window_size, **options)
 
     def extra_repr(self) -> str:
         return f"window_size={self.window_size}" + ("" if self.group is None else f", group={self.group}")

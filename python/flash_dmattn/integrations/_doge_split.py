@@ -11,7 +11,6 @@ from transformers import Cache, DogeModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..distributed import dynamic_mask_attention
-from ..distributed._ranks import group_of
 from ._masks import is_row_intervals
 
 # Of attention layers, and of the model that numbers positions: attributes, which copies of a model keep.
@@ -19,14 +18,7 @@ _MESH, _HOOK = "dmattn_cp_mesh", "dmattn_cp_hook"
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raises: as `group_of`; ValueError: the model is not causal, or has a sliding window."""
-    group_of(mesh)
-    config = model.config
-    if not getattr(config, "is_causal", True) or config.sliding_window is not None:
-        raise ValueError(
-            "cp_mesh needs a causal model without a sliding window; got "
-            f"is_causal {getattr(config, 'is_causal', True)}, sliding_window {config.sliding_window}"
-        )
+    """Lets a causal model without a sliding window take shares."""
     unsplit(model)
     for module in model.modules():
         if isinstance(module, DogeAttention):

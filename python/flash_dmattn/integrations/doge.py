@@ -22,6 +22,7 @@ from transformers import Cache, DogeConfig, PreTrainedConfig, masking_utils
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalLM, DogePreTrainedModel, DogeRMSNorm
 
+from ..distributed._ranks import group_of
 from ..functional import attention
 from ..prepared import PreparedMask
 from ..selection import KeyIntervals, select_keys
@@ -67,7 +68,10 @@ def enable(
     if model_or_class is None or isinstance(model_or_class, type):
         _enabled_configs.add(_config_class(model_or_class))
         return
-    for model in _models_in(model_or_class):
+    models = _models_in(model_or_class)
+    if cp_mesh is not None:
+        _check_split(models, cp_mesh)
+    for model in models:
         if model.config._attn_implementation != attention_interface.NAME:
             _implementations_before[model] = model.config._attn_implementation
             model.set_attn_implementation(attention_interface.NAME)
@@ -97,6 +101,18 @@ def _config_class(model_class: type | None) -> type[PreTrainedConfig]:
     if not issubclass(model_class, DogePreTrainedModel):
         raise ValueError(f"model_or_class must be a Doge model or class of Transformers; got {model_class.__name__}")
     return model_class.config_class
+
+
+def _check_split(models: list[DogePreTrainedModel], mesh: DeviceMesh) -> None:
+    """Raises: as `group_of`; ValueError: a model is not causal, or has a sliding window."""
+    group_of(mesh)
+    for model in models:
+        config = model.config
+        if not _is_causal(config) or config.sliding_window is not None:
+            raise ValueError(
+                "cp_mesh needs a causal model without a sliding window; got "
+                f"is_causal {_is_causal(config)}, sliding_window {config.sliding_window}"
+            )
 
 
 def _models_in(module: nn.Module) -> list[DogePreTrainedModel]:

@@ -1,0 +1,464 @@
+"""Measures flash_dmattn.distributed: dynamic-mask attention over sequences that are split across GPUs.
+
+    torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py                    every case, about a minute on H200
+    torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py --only exchange memory
+    torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py --json out.json    also as JSON
+    torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py --quick            small sizes, to check this script only
+
+NCCL on GPUs, a rank on each; gloo where there is none, which is good for --quick. All in bfloat16, on the same random
+values on every rank; `exchange` compares split results with whole ones before it times them. The aims are for two H200.
+An error on one rank ends all: the ranks of a collective cannot go on without one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from common import Comparison, Report, benchmark_parser, describe_machine, peak_memory_mib
+from flash_dmattn import distributed as split
+from flash_dmattn import dynamic_mask_attention
+from flash_dmattn.distributed.kept_keys import GatheredKeys, kept_keys, prepend_kept
+from gpu_common import check_equal
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as collectives
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DTYPE = torch.bfloat16
+Work = Callable[[], object]  # enqueues work on the current stream
+
+# H, Hkv, D, w.
+LARGE = (32, 8, 128, 2048)
+SMALL = (8, 2, 64, 2048)
+SMALLER = 256  # times, with --quick
+WARM_UPS = 3
+# Keeps the device busy for about 6 ms while the host gets ahead of it, as it is in training.
+HEAD_START_CYCLES = 12_000_000
+NAMES = ("query", "key", "value", "key_bias")
+
+# ---- Timing
+
+
+def seconds(work: Work) -> float:
+    """Of one call, on this rank's device."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    start.record()
+    work()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+@dataclass
+class Bench:
+    repeats: int
+    quick: bool
+    device: torch.device
+    rank: int = field(default_factory=dist.get_rank)
+    ranks: int = field(default_factory=dist.get_world_size)
+
+    def size(self, size: int) -> int:
+        return size // SMALLER if self.quick else size
+
+    def aim(self, figure: float) -> float | None:
+        """Aims are for two H200 and the sizes that they were set for."""
+        return figure if self.ranks == 2 and not self.quick and self.device.type == "cuda" else None
+
+    def measure(self, works: dict[str, Work]) -> dict[str, list[list[float]]]:
+        """Milliseconds of every work on every rank, (ranks, samples). All ranks begin each sample together, works take
+        turns, and a rank that lacks one waits: its samples are NaN."""
+        every_rank: list[list[str]] = [[] for _ in range(self.ranks)]
+        dist.all_gather_object(every_rank, list(works))
+        names = list(dict.fromkeys(name for names in every_rank for name in names))
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for repeat in range(WARM_UPS + self.repeats):
+            for name in names:
+                dist.barrier()
+                taken = seconds(works[name]) * 1e3 if name in works else math.nan
+                if repeat >= WARM_UPS:
+                    samples[name].append(taken)
+        every: list[dict[str, list[float]]] = [{} for _ in range(self.ranks)]
+        dist.all_gather_object(every, samples)
+        return {name: [of_rank[name] for of_rank in every] for name in names}
+
+    def peak_mib(self, work: Work) -> float:
+        """What torch's allocator hands out at most while `work` runs, beyond what is allocated before. NCCL has
+        memory of its own."""
+        if self.device.type == "cpu":
+            return peak_memory_mib(work)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def free(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing without a GPU
+
+
+def slowest(samples: list[list[float]]) -> list[float]:
+    """Of all ranks that took part, sample by sample."""
+    return [max(taken for taken in of_sample if not math.isnan(taken)) for of_sample in zip(*samples, strict=True)]
+
+
+def line(case: str, what: str, figure: float, unit: str = "ms", **aims: float | None) -> Comparison:
+    return Comparison(case, what, "bfloat16", unit, figure, **aims)
+
+
+def compared(
+    case: str, what: str, ours: list[float], theirs: list[float], other: str, goal: float | None = None
+) -> Comparison:
+    """Times, and how many times shorter ours are, sample by sample."""
+    ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Comparison(
+        case,
+        what,
+        "bfloat16",
+        "ms",
+        statistics.median(ours),
+        theirs=statistics.median(theirs),
+        ratio=middle,
+        ratio_low=low,
+        ratio_high=high,
+        goal=goal,
+        other=other,
+    )
+
+
+# ---- Problems
+
+
+@dataclass
+class Problem:
+    """Dynamic-mask attention of one layer, forward and backward, over a sequence that every rank can make whole."""
+
+    bench: Bench
+    shape: tuple[int, int, int, int]
+    length: int
+
+    @property
+    def window(self) -> int:
+        return self.bench.size(self.shape[3])
+
+    @property
+    def name(self) -> str:
+        heads, key_heads, head_dim, _ = self.shape
+        return f"H{heads} Hkv{key_heads} D{head_dim} w{self.window} S{self.length}"
+
+    def whole(self) -> dict[str, Tensor]:
+        """Leaves, and dout; the same on every rank."""
+        heads, key_heads, head_dim, _ = self.shape
+        generator = torch.Generator(self.bench.device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=self.bench.device, dtype=DTYPE, generator=generator)
+
+        tensors = {"query": normal(1, self.length, heads, head_dim)}
+        tensors |= {name: normal(1, self.length, key_heads, head_dim) for name in ("key", "value")}
+        tensors["key_bias"] = normal(1, key_heads, self.length)
+        for name in NAMES:
+            tensors[name].requires_grad_()
+        return tensors | {"dout": normal(1, self.length, heads, head_dim)}
+
+    def shares(self, whole: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+        shares = {
+            name: tensor.detach().chunk(ranks, 2 if tensor.dim() == 3 else 1)[rank].clone()
+            for name, tensor in whole.items()
+        }
+        for name in NAMES:
+            shares[name].requires_grad_()
+        return shares
+
+    def forward(self, tensors: dict[str, Tensor], group: ProcessGroup | None = None) -> Tensor:
+        """Whole sequences without a group."""
+        given = [tensors[name] for name in NAMES]
+        if group is None:
+            return dynamic_mask_attention(*given, self.window)
+        return split.dynamic_mask_attention(*given, self.window, group=group)
+
+    def step(self, tensors: dict[str, Tensor], group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(tensors, group), [tensors[name] for name in NAMES], tensors["dout"])
+
+    def check(self, whole: dict[str, Tensor], shares: dict[str, Tensor], group: ProcessGroup) -> None:
+        """Raises AssertionError if the split result and its gradients are not those of the whole sequence."""
+        rank, ranks = dist.get_rank(group), group.size()
+        with torch.no_grad():
+            check_equal(self.forward(shares, group), self.forward(whole).chunk(ranks, 1)[rank])
+        for name, ours, theirs in zip(NAMES, self.step(shares, group), self.step(whole), strict=True):
+            check_equal(ours, theirs.chunk(ranks, 2 if name == "key_bias" else 1)[rank])
+
+
+# ---- Cases
+
+
+def exchange(bench: Bench) -> Iterator[Comparison]:
+    """What splitting a sequence costs beside the slowest rank's own attention, and where it goes."""
+    # Tokens; aims: milliseconds beside the ordinary call, and how many times faster than one GPU.
+    for tokens, beyond_limit, speed_up in ((262144, 1.0, 1.93), (65536, 0.6, 1.85)):
+        problem = Problem(bench, LARGE, bench.size(tokens))
+        whole = problem.whole()
+        shares, group = problem.shares(whole, bench.rank, bench.ranks), dist.group.WORLD
+        problem.check(whole, shares, group)
+        bench.free()
+        # The call that a rank makes in the end, with all of its keys there already.
+        gathered = split.gather_kept_keys(*(shares[name] for name in NAMES[1:]), problem.window, group=group)
+        keys = prepend_kept(shares["query"], {**shares, "scores": None, "key_mask": None}, gathered)[:3]
+        ordinary = dict(shares) | {
+            name: tensor.detach().requires_grad_() for name, tensor in zip(NAMES[1:], keys, strict=True)
+        }
+        samples = bench.measure(
+            {
+                "split": partial(problem.step, shares, group),
+                "ordinary call": partial(problem.step, ordinary),
+                "one rank": partial(problem.step, whole),
+            }
+        )
+        what, taken = "forward + backward", {name: slowest(of_ranks) for name, of_ranks in samples.items()}
+        for rank in range(bench.ranks):
+            for name in ("split", "ordinary call"):
+                yield line(problem.name, f"{what}, {name}, rank {rank}", statistics.median(samples[name][rank]))
+        beyond = [ours - call for ours, call in zip(taken["split"], taken["ordinary call"], strict=True)]
+        limit = bench.aim(beyond_limit)
+        yield line(problem.name, "slowest rank beyond its ordinary call", statistics.median(beyond), limit=limit)
+        goal = bench.aim(speed_up)
+        yield compared(problem.name, f"{what}, {bench.ranks} ranks", taken["split"], taken["one rank"], "1 rank", goal)
+        yield from _parts(bench, problem, shares, gathered)
+        del whole, shares, gathered, keys, ordinary
+        bench.free()
+
+
+def _parts(bench: Bench, problem: Problem, shares: dict[str, Tensor], gathered: GatheredKeys) -> Iterator[Comparison]:
+    """Bytes that a rank sends, and the pieces of the exchange one by one, none beside another."""
+    heads, ranks, group = problem.shape[1], bench.ranks, dist.group.WORLD
+    sent = _count_sent(partial(problem.step, shares, group), ranks)
+    for name, of_head in (
+        ("all-gather", 2 * 2 * problem.shape[2] + 2),
+        ("reduce-scatter", 4 * (2 * problem.shape[2] + 1)),
+    ):
+        formula = (ranks - 1) * heads * min(problem.window, problem.length // ranks) * of_head
+        # Each of three tensors is padded to 16 bytes.
+        assert formula <= sent[name] <= formula + 48 * (ranks - 1), f"{name}: {sent[name]} bytes, not {formula}"
+        yield line(problem.name, f"sent by {name}, as the formula says", sent[name] / 1e6, "MB")
+    forward = torch.empty(sent["all-gather"] // max(ranks - 1, 1), dtype=torch.uint8, device=bench.device)
+    backward = torch.empty(ranks * (sent["reduce-scatter"] // max(ranks - 1, 1) // 4), device=bench.device)
+    detached = {name: tensor.detach() for name, tensor in shares.items()} | {"scores": None, "key_mask": None}
+    works = {
+        "kept keys, chosen": partial(kept_keys, shares["key_bias"], problem.window, None),
+        "keys put in front of own": partial(prepend_kept, detached["query"], detached, gathered),
+        "all-gather alone": lambda: collectives.wait_tensor(collectives.all_gather_tensor(forward, 0, group)),
+        "reduce-scatter alone": lambda: collectives.wait_tensor(
+            collectives.reduce_scatter_tensor(backward, "sum", 0, group)
+        ),
+    }
+    for name, samples in bench.measure(works).items():
+        yield line(problem.name, f"{name}, slowest rank", statistics.median(slowest(samples)))
+
+
+def _count_sent(work: Work, ranks: int) -> dict[str, int]:
+    """Bytes that a rank gives to others in each collective."""
+    sent = {"all-gather": 0, "reduce-scatter": 0}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if "all_gather_into_tensor" in operator.name():
+                sent["all-gather"] += args[0].nbytes * (ranks - 1)
+            elif "reduce_scatter_tensor" in operator.name():
+                sent["reduce-scatter"] += args[0].nbytes // ranks * (ranks - 1)
+            return operator(*args, **(kwargs or {}))
+
+    with Count():
+        work()
+    return sent
+
+
+def memory(bench: Bench) -> Iterator[Comparison]:
+    """A million tokens: peak memory of one layer's forward and backward, its inputs and gradients included."""
+    problem = Problem(bench, SMALL, bench.size(1 << 20))
+    group = dist.group.WORLD
+
+    def step_of_whole() -> None:
+        problem.step(problem.whole())
+
+    alone = bench.peak_mib(step_of_whole)
+    bench.free()
+    whole = problem.whole()
+    shares = {name: tensor.cpu() for name, tensor in problem.shares(whole, bench.rank, bench.ranks).items()}
+    del whole
+    bench.free()
+
+    def step_of_share() -> None:
+        own = {name: tensor.detach().to(bench.device, copy=True) for name, tensor in shares.items()}
+        for name in NAMES:
+            own[name].requires_grad_()
+        problem.step(own, group)
+
+    step_of_share()  # ranks compare arguments, collectives set up
+    bench.free()
+    peaks: list[float] = [0.0] * bench.ranks
+    dist.all_gather_object(peaks, bench.peak_mib(step_of_share))
+    yield line(problem.name, "peak memory, 1 rank", alone, "MiB")
+    for rank, peak in enumerate(peaks):
+        yield line(problem.name, f"peak memory, rank {rank} of {bench.ranks}", peak, "MiB")
+    if bench.device.type == "cuda":  # a CPU's resident memory does not say what so small tensors take
+        yield line(problem.name, "highest of these over 1 rank's", max(peaks) / alone, "x", limit=bench.aim(0.6))
+
+
+def strong(bench: Bench) -> Iterator[Comparison]:
+    """The same sequences on 1, 2, 4, ... ranks."""
+    for shape, tokens in ((LARGE, 262144), (SMALL, 1 << 20), (LARGE, 1 << 20)):
+        problem = Problem(bench, shape, bench.size(tokens))
+        whole = problem.whole()
+        works: dict[str, Work] = {"1": partial(problem.step, whole)} if bench.rank == 0 else {}
+        for ranks, group in _groups(bench):
+            if bench.rank < ranks:
+                shares = problem.shares(whole, bench.rank, ranks)
+                works[str(ranks)] = partial(problem.step, shares, group)
+        samples = {ranks: slowest(taken) for ranks, taken in bench.measure(works).items()}
+        for ranks, _ in _groups(bench):
+            what = f"forward + backward, {ranks} ranks"
+            yield compared(problem.name, what, samples[str(ranks)], samples["1"], "1 rank")
+        works.clear()
+        del whole, shares
+        bench.free()
+
+
+def weak(bench: Bench) -> Iterator[Comparison]:
+    """131072 tokens on each of 1, 2, 4, ... ranks: the ratio would be 1, if a share of a longer sequence cost nothing
+    more. Rows of later shares have more keys to attend to, up to the window, and their keys more rows."""
+    share = bench.size(131072)
+    works: dict[str, Work] = {}
+    for ranks, group in [(1, None), *_groups(bench)]:
+        problem = Problem(bench, LARGE, share * ranks)
+        if bench.rank < ranks:
+            shares = problem.shares(problem.whole(), bench.rank, ranks)
+            works[str(ranks)] = partial(problem.step, shares, group)
+        bench.free()
+    samples = {ranks: slowest(taken) for ranks, taken in bench.measure(works).items()}
+    for ranks, _ in _groups(bench):
+        case = f"{problem.name.rpartition(' S')[0]}, {share} tokens a rank"
+        yield compared(case, f"forward + backward, {ranks} ranks", samples[str(ranks)], samples["1"], "1 rank")
+
+
+_made: dict[int, ProcessGroup] = {}
+
+
+def _groups(bench: Bench) -> list[tuple[int, ProcessGroup]]:
+    """The first 2, 4, ... ranks, and all: every rank has to make every group."""
+    sizes = sorted(
+        {2**power for power in range(1, bench.ranks.bit_length()) if 2**power <= bench.ranks} | {bench.ranks}
+    )
+    for size in sizes:
+        if size not in _made:
+            _made[size] = dist.new_group(list(range(size)))
+    return [(size, _made[size]) for size in sizes]
+
+
+class Layer(nn.Module):
+    """Projections around dynamic-mask attention; `early` starts the exchange before queries are projected."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        heads, key_heads, self.head_dim, _ = problem.shape
+        width, torch_options = heads * self.head_dim, {"device": problem.bench.device, "dtype": DTYPE, "bias": False}
+        self.query = nn.Linear(width, width, **torch_options)
+        self.key_value = nn.Linear(width, 2 * key_heads * self.head_dim, **torch_options)
+        self.score = nn.Linear(width, key_heads, **torch_options)
+        self.output = nn.Linear(width, width, **torch_options)
+        self.window = problem.window
+
+    def forward(self, x: Tensor, early: bool) -> Tensor:
+        key, value = self.key_value(x).unflatten(2, (-1, self.head_dim)).chunk(2, 2)
+        given, gathered = (key, value, self.score(x).mT, self.window), None
+        if early:
+            gathered = split.gather_kept_keys(*given, group=dist.group.WORLD)
+        query = self.query(x).unflatten(2, (-1, self.head_dim))
+        out = split.dynamic_mask_attention(query, *given, group=dist.group.WORLD, gathered=gathered)
+        return self.output(out.flatten(2))
+
+
+def early(bench: Bench) -> Iterator[Comparison]:
+    """A layer that starts the exchange before it projects its queries, and one that does not."""
+    problem = Problem(bench, LARGE, bench.size(65536))
+    torch.manual_seed(0)
+    layer = Layer(problem)
+    heads, _, head_dim, _ = problem.shape
+    x = torch.randn(1, problem.length // bench.ranks, heads * head_dim, device=bench.device, dtype=DTYPE)
+
+    def step(early: bool) -> object:
+        return torch.autograd.grad(layer(x, early).float().square().mean(), list(layer.parameters()))
+
+    samples = bench.measure({"early": partial(step, True), "late": partial(step, False)})
+    taken = {name: slowest(of_ranks) for name, of_ranks in samples.items()}
+    what = "layer, forward + backward, exchange started early"
+    yield compared(problem.name, what, taken["early"], taken["late"], "not early")
+
+
+CASES = {"exchange": exchange, "memory": memory, "strong": strong, "weak": weak, "early": early}
+
+
+def describe(bench: Bench) -> dict[str, object]:
+    names: list[str] = [""] * bench.ranks
+    is_cuda = bench.device.type == "cuda"
+    dist.all_gather_object(names, torch.cuda.get_device_name() if is_cuda else "CPU")
+    versions = {"nccl": list(torch.cuda.nccl.version()), "cuda": torch.version.cuda} if is_cuda else {}
+    return {**describe_machine(), "ranks": names, "backend": dist.get_backend(), **versions}
+
+
+def run(arguments: argparse.Namespace, device: torch.device) -> None:
+    bench = Bench(max(2, arguments.repeats), arguments.quick, device)
+    if not bench.quick and bench.device.type == "cpu":
+        raise RuntimeError("there is no GPU: only --quick is for CPUs")
+    if bench.ranks < 2:
+        raise RuntimeError("start at least two processes: torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py")
+    machine = describe(bench)
+    console = Console(width=180, quiet=bench.rank != 0)
+    console.print(f"{machine['backend']}, {', '.join(machine['ranks'])}; torch {machine['torch']}", highlight=False)
+    report = Report(machine, title=f"{bench.ranks} ranks; ratio = the other's time over ours (its quartiles)")
+    for name in arguments.only:
+        start = time.perf_counter()
+        for each in CASES[name](bench):
+            report.comparisons.append(each)
+            other = "" if each.theirs is None else f"; {each.other} {each.theirs:.4g}, ratio {each.ratio:.3f}"
+            console.print(f"{each.case}, {each.what}: {each.ours:.4g} {each.unit}{other}", highlight=False)
+            if arguments.json and bench.rank == 0:
+                report.write_json(arguments.json)  # a run that is cut short leaves what it has
+        bench.free()
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
+    report.print_table(console)
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__.split("\n")[0], CASES, "samples per line")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    try:
+        run(arguments, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The best keys of every rank, on all ranks: what dynamic-mask attention over a split sequence sends.
+
+A key that is not among the `window_size` best of its own rank's keys can never be kept by a later rank: those that beat
+it there stand before every later row, too. So every rank sends these best keys, with values, biases and scores, and
+puts the earlier ranks' in front of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _library
+from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
+from ..selection import select_keys
+from ._dtensor import to_shares
+from ._ranks import check_agreement, check_shares, group_of, token_dim
+
+_ALIGNMENT = 16  # bytes, of the tensors in what a rank sends
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredKeys:
+    """What `gather_kept_keys` has started, for `dynamic_mask_attention` to end."""
+
+    group: ProcessGroup
+    window_size: int
+    given: dict[str, Tensor | None]  # by name: what gather_kept_keys got
+    kept: Tensor | None = None  # as kept_keys returns; None where nothing is sent
+    received: Tensor | None = None  # uint8, of all ranks; reading it waits for it
+
+    def check_given(self, tensors: dict[str, Tensor | None], window_size: int, group: object) -> None:
+        """Raises: ValueError: something that the attention is given is not what was gathered."""
+        for name, gathered in self.given.items():
+            if tensors[name] is not gathered:
+                raise ValueError(f"{name} must be what gather_kept_keys was given, the same object; got another {name}")
+        if window_size != self.window_size:
+            raise ValueError(
+                f"window_size must be {self.window_size}, what gather_kept_keys was given; got {window_size}"
+            )
+        if group is not None and group_of(group) != self.group:
+            raise ValueError(
+                "group must be the one in which gather_kept_keys was called, or not given; got another group"
+            )
+
+
+def gather_kept_keys(
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    window_size: int,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    scores: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    check: bool = False,
+) -> GatheredKeys:
+    """Starts the exchange of `dynamic_mask_attention` as soon as keys, values and biases exist: what is enqueued
+    between the two calls, for example the projection of queries, runs beside it.
+
+        gathered = gather_kept_keys(key, value, key_bias, 2048, group=mesh)
+        query = project(x)
+        out = dynamic_mask_attention(query, key, value, key_bias, 2048, gathered=gathered)
+
+    The result is the one without it, to the bit, and so are gradients. All ranks call it, in the same place among their
+    collectives, and give each handle to `dynamic_mask_attention` once, with the tensors unchanged. Of a handle that is
+    never given torch warns when the process ends.
+
+    Args:
+        All as in `dynamic_mask_attention`, which then takes the same objects.
+        check: let ranks compare shapes, dtypes and options in this call.
+
+    Returns:
+        The handle. With CUDA tensors the host does not wait, and a forward that is compiled leaves it to the compiler
+        where the exchange ends.
+
+    Raises:
+        As `dynamic_mask_attention`.
+    """
+    for name, tensor in (("key", key), ("value", value), ("key_bias", key_bias)):
+        check_tensor(name, tensor)
+    for name, tensor in (("scores", scores), ("key_mask", key_mask)):
+        check_optional_tensor(name, tensor)
+    check_bool("check", check)
+    window_size = as_int("window_size", window_size)
+    given = {"key": key, "value": value, "key_bias": key_bias, "scores": scores, "key_mask": key_mask}
+    shares, mesh = to_shares(given, group)
+    group = group_of(group if mesh is None else mesh)
+    check_agreement(group, "gather_kept_keys", shares, {"window_size": window_size}, check)
+    check_shares({name: shares[name] for name in ("key", "value")})
+    return start_gather(given, shares, window_size, group)
+
+
+def start_gather(
+    given: dict[str, Tensor | None], shares: dict[str, Tensor | None], window_size: int, group: ProcessGroup
+) -> GatheredKeys:
+    """`gather_kept_keys`, of tensors that are this rank's shares.
+
+    Raises:
+        ValueError: as `check_forms`; devices differ; a negative window_size.
+    """
+    key, value, key_bias, scores, key_mask = (shares[name] for name in given)
+    check_forms(key, value, key_bias, scores, key_mask)
+    _library.check_devices(tuple(given), (key, value, key_bias, scores, key_mask))
+    if group.size() == 1 or 0 in (window_size, *key.shape[:3]):
+        return GatheredKeys(group, window_size, given)
+    kept = kept_keys(key_bias if scores is None else scores, window_size, key_mask)
+    tensors = (key, value, *_in_one_form(key_bias, scores, kept))
+    packed = _pack([_by_head(tensor.detach()) for tensor in tensors if tensor is not None], kept)
+    # Returns before it has ended: what follows runs beside it, until the result is read.
+    received = collectives.all_gather_tensor(packed, 0, group)
+    return GatheredKeys(group, window_size, given, kept, received)
+
+
+def check_forms(key: Tensor, value: Tensor, key_bias: Tensor, scores: Tensor | None, key_mask: Tensor | None) -> None:
+    """That values belong to the keys, and what is per key, with heads that see the same keys of other ranks."""
+    batch, length, heads = key.shape[:3]
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            "value must have key's batch size, length and heads; "
+            f"got value {tuple(value.shape)}, key {tuple(key.shape)}"
+        )
+    for name, tensor in (("key_bias", key_bias), ("scores", scores)):
+        if tensor is not None and not _is_per_key(tensor, batch, heads, length):
+            raise ValueError(
+                f"{name} must be (B or 1, Hkv or 1, S / P) where the sequence is split across ranks, since the query "
+                f"heads of a key head see the same keys of other ranks; got {name} {tuple(tensor.shape)}, "
+                f"key {tuple(key.shape)}"
+            )
+    heads = (key_bias if scores is None else scores).shape[1]
+    if key_mask is not None and not _is_per_key(key_mask, batch, heads, length):
+        raise ValueError(
+            f"key_mask must be (B or 1, heads of scores or 1, S / P); got key_mask {tuple(key_mask.shape)}, "
+            f"key {tuple(key.shape)}, scores of {heads} head{'s' if heads > 1 else ''}"
+        )
+
+
+def _is_per_key(tensor: Tensor, batch: int, heads: int, length: int) -> bool:
+    if tensor.dim() != 3:
+        return False
+    return tensor.shape[0] in (1, batch) and tensor.shape[1] in (1, heads) and tensor.shape[2] == length
+
+
+def kept_keys(scores: Tensor, window_size: int, key_mask: Tensor | None) -> Tensor:
+    """Which keys the last row keeps: their indices in ascending order, then Sk where there are fewer.
+
+    Args:
+        scores, window_size, key_mask: as in `select_keys`.
+
+    Returns:
+        int64 (B, heads, min(window_size, Sk)), of what scores and key_mask broadcast to.
+    """
+    scores = scores.detach()
+    if key_mask is not None:
+        scores = scores.expand(max(scores.shape[0], key_mask.shape[0]), -1, -1)
+    seqlen_k = scores.shape[2]
+    intervals = select_keys(scores, window_size, seqlen_q=1, causal=False, key_mask=key_mask)
+    is_kept = intervals.begin < intervals.end
+    # Counted through all heads at once, which GPUs scan with all their blocks, where they take one for each row.
+    so_far = is_kept.flatten().cumsum(0).view(is_kept.shape)
+    first = so_far[..., :1] - is_kept[..., :1].long()  # how many were kept before this head
+    # The n-th is where the count reaches n, which is at the end where fewer are kept.
+    return torch.searchsorted(so_far, first + torch.arange(1, min(window_size, seqlen_k) + 1, device=scores.device))
+
+
+def prepend_kept(
+    query: Tensor, shares: dict[str, Tensor | None], gathered: GatheredKeys
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """key, value, key_bias, scores and key_mask of the shares with what earlier ranks kept in front."""
+    key, value, key_bias, scores, key_mask = (shares[name] for name in gathered.given)
+    kept = gathered.kept
+    if kept is None:
+        return key, value, key_bias, scores, key_mask
+    key_bias, scores = _in_one_form(key_bias, scores, kept)
+    key, value, key_bias, scores = _PrependKept.apply(
+        query, key, value, key_bias, scores, kept, gathered.received, gathered.group
+    )
+    if key_mask is not None:
+        earlier = key_bias.shape[2] - key_mask.shape[2]
+        key_mask = torch.nn.functional.pad(key_mask, (earlier, 0), value=True)
+    return key, value, key_bias, scores, key_mask
+
+
+def _in_one_form(key_bias: Tensor, scores: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As sent, in the widest of their forms: in another batch element or head a kept key stands in another place."""
+    batch, heads = (max(sizes) for sizes in zip(kept.shape[:2], key_bias.shape[:2], strict=True))
+    if scores is not None:
+        scores = scores.detach().expand(*kept.shape[:2], -1)
+    return key_bias.expand(batch, heads, -1), scores
+
+
+class _PrependKept(torch.autograd.Function):
+    """Puts the keys of earlier ranks in front of this rank's own, and sends back the gradients of what it made of them.
+
+    It takes the query only to run whenever a gradient is wanted: every rank has to join the backward's collective, also
+    the first one, which uses no other's keys, and one whose keys are frozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor,
+        scores: Tensor | None,
+        kept: Tensor,
+        received: Tensor,
+        group: ProcessGroup,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        tensors = [tensor for tensor in (key, value, key_bias, scores) if tensor is not None]
+        own = [_by_head(tensor) for tensor in tensors]
+        rank, count = dist.get_rank(group), kept.shape[2]
+        earlier = rank * count
+        whole = []
+        for tensor in tensors:  # before the first read of what others sent, which may still be on its way
+            shape = list(tensor.shape)
+            shape[token_dim(tensor)] += earlier
+            whole.append(tensor.new_empty(shape))
+            _by_head(whole[-1])[:, :, earlier:].copy_(_by_head(tensor))
+        for target, source in zip(whole, _unpack(received, own, count, group.size()), strict=True):
+            _of_ranks(_by_head(target), rank, count).copy_(source[:rank])
+        ctx.save_for_backward(kept)
+        ctx.group = group
+        key, value, key_bias, *others = whole
+        if others:
+            ctx.mark_non_differentiable(*others)
+        return key, value, key_bias, others[0] if others else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        size, rank, count = ctx.group.size(), dist.get_rank(ctx.group), kept.shape[2]
+        earlier = rank * count
+        by_head = [_by_head(gradient) for gradient in gradients[:3]]
+        own = [gradient[:, :, earlier:] for gradient in by_head]
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        shapes = [_with_tokens(gradient, count) for gradient in by_head]
+        lengths = [shape.numel() for shape in shapes]
+        sent = gradients[0].new_zeros((size, sum(lengths)), dtype=dtype)
+        for part, gradient, shape in zip(sent.split(lengths, 1), by_head, shapes, strict=True):
+            part[:rank].view(rank, *shape).copy_(_of_ranks(gradient, rank, count))
+        sums = collectives.reduce_scatter_tensor(sent.view(-1), "sum", 0, ctx.group)
+        for gradient, part, shape in zip(own, sums.split(lengths), shapes, strict=True):
+            _add_at(gradient, kept, part.view(shape))
+        results = [
+            _by_head(gradient).contiguous() if ctx.needs_input_grad[index] else None
+            for index, gradient in enumerate(own, start=1)
+        ]
+        return None, *results, *([None] * 4)
+
+
+def _add_at(gradient: Tensor, kept: Tensor, others: Tensor) -> None:
+    """Adds to the gradient (B, heads, S, ...) of this rank's keys, in place, what others (B, heads, kept, ...) made of
+    those that it kept: in float32 with one rounding.
+
+    In place, although autograd made it: the keys in front of which others' stand have one reader, the attention, so its
+    gradient of them is nobody else's, and it is as large as all keys.
+    """
+    length = gradient.shape[2]
+    is_empty = kept == length
+    # An empty place repeats the first one, so that both write the same. Where none is kept, all are the last key's, to
+    # which nothing is added: nobody sees what is empty.
+    index = torch.where(is_empty, kept[..., :1], kept).clamp(max=length - 1).expand(*gradient.shape[:2], -1)
+    is_empty = is_empty.expand_as(index)
+    if gradient.dim() == 4:
+        index, is_empty = index[..., None].expand_as(others), is_empty[..., None]
+    others = torch.where(is_empty, others[:, :, :1], others)
+    gradient.scatter_(2, index, (others + gradient.gather(2, index)).to(gradient.dtype))
+
+
+def _by_head(tensor: Tensor) -> Tensor:
+    """(B, S, heads, D) as (B, heads, S, D), and back; (B, heads, S) as it is."""
+    return tensor.movedim(token_dim(tensor), 2)
+
+
+def _with_tokens(by_head: Tensor, count: int) -> torch.Size:
+    return torch.Size((*by_head.shape[:2], count, *by_head.shape[3:]))
+
+
+def _of_ranks(by_head: Tensor, rank: int, count: int) -> Tensor:
+    """(rank, B, heads, count, ...): a view of the keys of each earlier rank."""
+    return by_head[:, :, : rank * count].unflatten(2, (rank, count)).movedim(2, 0)
+
+
+def _take(tensor: Tensor, kept: Tensor) -> Tensor:
+    """Of (B, heads, S, ...) what is kept; where nothing is, any other, or -inf per key, which no selection keeps."""
+    length = tensor.shape[2]
+    index = kept.clamp(max=length - 1).expand(*tensor.shape[:2], -1)
+    if tensor.dim() == 4:
+        return tensor.gather(2, index[..., None].expand(-1, -1, -1, tensor.shape[3]))
+    return tensor.gather(2, index).masked_fill(kept == length, -torch.inf)
+
+
+def _pack(tensors: Sequence[Tensor], kept: Tensor) -> Tensor:
+    """uint8 (bytes,): what is kept of each tensor (B, heads, S, ...), one after the other, aligned."""
+    parts = []
+    for tensor in tensors:
+        taken = _take(tensor, kept)
+        as_bytes = taken.reshape(-1).view(torch.uint8)
+        parts.append(torch.nn.functional.pad(as_bytes, (0, _padded(taken.nbytes) - taken.nbytes)))
+    return torch.cat(parts)
+
+
+def _unpack(received: Tensor, tensors: Sequence[Tensor], count: int, ranks: int) -> Iterator[Tensor]:
+    """(P, B, heads, kept, ...) of each of the tensors that all ranks packed."""
+    received, first = received.view(ranks, -1), 0
+    for tensor in tensors:
+        shape = _with_tokens(tensor, count)
+        nbytes = shape.numel() * tensor.element_size()
+        yield received[:, first : first + nbytes].view(tensor.dtype).unflatten(1, shape)
+        first += _padded(nbytes)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
