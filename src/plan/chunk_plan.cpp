@@ -76,6 +76,19 @@ void count_plan(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
   counters->bitmaps += plan.bits != nullptr;
 }
 
+void count_visited_tiles(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
+  for (int row_tile = 0; row_tile < plan.row_tiles(); ++row_tile) {
+    const int rows = std::min(plan.row_tile, plan.rows - row_tile * plan.row_tile);
+    for (int key_tile = 0; key_tile < plan.key_tiles(); ++key_tile) {
+      const TileClass tile = plan.tile_class(row_tile, key_tile);
+      if (tile == TileClass::kEmpty) continue;
+      counters->tiles_visited += heads;
+      counters->tiles_partial += tile == TileClass::kPartial ? heads : 0;
+      counters->computed_scores += static_cast<std::int64_t>(heads) * rows * kTileKeys;
+    }
+  }
+}
+
 // Every rule lists exactly the keys that some row of the chunk sees. Neighbouring keys stay a range, any others
 // become a list: kernels copy the keys of a chunk into tiles in either case, while each key left out saves its
 // products with all rows of the chunk. Measured on the CPU, with one key of the range hidden: a list takes as long

@@ -55,6 +55,9 @@ std::int64_t count_visible(const ChunkPlan&);
 // Adds the plan and the scores that `heads` query heads keep under it. Tiles are counted where they are walked.
 void count_plan(const ChunkPlan&, int heads, AttentionCounters*);
 
+// Adds the tiles that `heads` query heads visit, if they walk over the whole plan.
+void count_visited_tiles(const ChunkPlan&, int heads, AttentionCounters*);
+
 // How keys are listed and rows told apart, in words.
 const char* plan_rule(const VisibilityViews&);
 
