@@ -135,7 +135,6 @@ void plan_report_fp64(const AttentionProblem& problem, Executor& executor, PlanR
   report->rule = "float64: every row walks over the keys that it sees";
 }
 
-// A call of few rows makes these plans in pieces, of some keys at a time.
 void plan_chunks(const AttentionProblem& problem, Executor& executor, std::int64_t batch, std::int64_t head,
                  std::vector<PlannedChunk>* chunks) {
   const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
