@@ -26,9 +26,9 @@ class DecodeUnit {
         head_dim_(static_cast<int>(problem.head_dim)),
         rows_(static_cast<int>(problem.rows)),
         pass_rows_(schedule.pass_heads * rows_),
-        query_stride_(static_cast<int>(round_up(problem.head_dim, kLanes))) {
+        query_stride_(static_cast<int>(round_up(problem.head_dim, Streamed<T>::kWidth))) {
     plans_ = arena_.take<std::byte>(DecodePlans::scratch_bytes(problem, schedule));
-    queries_ = arena_.take<float>(
+    queries_ = arena_.take<Query>(
         static_cast<std::size_t>(static_cast<std::int64_t>(schedule.passes(problem)) * pass_rows_ * query_stride_));
     scores_ = arena_.take<float>(kForwardRowTile * kScoreStride);
     block_maxima_ = arena_.take<float>(kForwardRowTile);
@@ -58,27 +58,28 @@ class DecodeUnit {
 
  private:
   using Packed = typename Products::Packed;
+  using Query = typename Streamed<T>::Query;
 
   // One of the passes over the planned keys: its query rows, which are those of some query heads of one key head.
   struct Pass {
     const ChunkPlan& plan;
     std::int64_t head;       // the first query head
     const T *keys, *values;  // key 0
-    const float* queries;
+    const Query* queries;
     DecodePart part;
   };
 
   std::int64_t pair(std::int64_t key_head) const { return unit_.batch * problem_->key_heads + key_head; }
 
-  // All query rows of the unit as floats, head by head, padded with zeros to whole vectors.
+  // All query rows of the unit, head by head, padded with zeros to whole vectors.
   void load_queries() {
-    float* to = queries_;
+    Query* to = queries_;
     const std::int64_t group = problem_->group();
     for (std::int64_t head = unit_.key_head_begin * group; head < unit_.key_head_end * group; ++head) {
       const T* from = head_tokens<T>(problem_->query, unit_.batch, head);
       for (int row = 0; row < rows_; ++row, to += query_stride_) {
-        convert_row(from + row * problem_->query.token_stride, head_dim_, to);
-        fill_floats(to + head_dim_, query_stride_ - head_dim_, 0.0f);
+        Streamed<T>::load_query(from + row * problem_->query.token_stride, head_dim_, to);
+        std::memset(to + head_dim_, 0, static_cast<std::size_t>(query_stride_ - head_dim_) * sizeof(Query));
       }
     }
   }
@@ -262,7 +263,8 @@ class DecodeUnit {
   const DecodeParts* parts_ = nullptr;
   DecodeSchedule::Unit unit_{};
   std::byte* plans_;
-  float *queries_, *scores_, *block_maxima_, *bias_block_, *packed_scores_;
+  Query* queries_;
+  float *scores_, *block_maxima_, *bias_block_, *packed_scores_;
   Packed *packed_queries_, *packed_keys_;
 };
 

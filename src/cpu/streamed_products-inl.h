@@ -1,6 +1,6 @@
 // Products of a few query rows with rows of K and V where those lie in the user's memory: nothing is packed, since no
 // row of K or V is used often enough to pay for it. Everything is summed in single precision, and probabilities stay in
-// it: rounding them to a 16-bit type pays only where instructions multiply such types.
+// it: what rounding them would save is little beside reading V.
 #pragma once
 
 #include "cpu/config.h"
@@ -48,6 +48,42 @@ class ListedRows {
   int first_ = 0, head_dim_ = 0;
 };
 
+// How queries are multiplied with keys in place: as floats.
+template <typename T>
+struct Streamed {
+  using Query = float;
+  using Columns = Vec;
+  static constexpr int kWidth = kLanes;  // columns multiplied at once: queries are padded to multiples of it
+
+  static HWY_INLINE void load_query(const T* from, int count, float* to) { convert_row(from, count, to); }
+  static HWY_INLINE Vec load(const float* query) { return hn::Load(kFloats, query); }
+  static HWY_INLINE Vec load(const T* key, int) { return load_floats(key); }
+  static HWY_INLINE Vec load_first(const T* key, int count) { return cpu::load_first(key, count); }
+  static HWY_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) { return hn::MulAdd(a, b, sum); }
+};
+
+#if HWY_TARGET == HWY_AVX3 && defined(__AVX512BF16__)
+// Or as they are, where an instruction multiplies pairs and adds them to a float: products of bfloat16 are exact in it.
+template <>
+struct Streamed<Bf16> {
+  using Query = Bf16;
+  using Columns = __m512i;
+  static constexpr int kWidth = 2 * kLanes;
+
+  static HWY_INLINE void load_query(const Bf16* from, int count, Bf16* to) {
+    std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(Bf16));
+  }
+  static HWY_INLINE __m512i load(const Bf16* query) { return _mm512_loadu_si512(query); }
+  static HWY_INLINE __m512i load(const Bf16* key, int) { return _mm512_loadu_si512(key); }
+  static HWY_INLINE __m512i load_first(const Bf16* key, int count) {
+    return _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, key);
+  }
+  static HWY_INLINE Vec multiply_add(__m512i a, __m512i b, Vec sum) {
+    return Vec{_mm512_dpbf16_ps(sum.raw, reinterpret_cast<const __m512bh&>(a), reinterpret_cast<const __m512bh&>(b))};
+  }
+};
+#endif
+
 using FourFloats = hn::FixedTag<float, 4>;
 
 // The upper half of the lanes is added to the lower one, until four are left.
@@ -71,31 +107,34 @@ HWY_INLINE hn::Vec<FourFloats> sum_lanes(Vec a, Vec b, Vec c, Vec d) {
                                      hn::BitCast(kFloats, hn::InterleaveUpper(pairs, ab, cd))));
 }
 
-// scores[query][0 to 3] = queries[query] . keys[0 to 3]. Queries are padded with zeros to whole vectors.
-template <int kQueries, typename T>
-HWY_INLINE void multiply_key_group(const float* HWY_RESTRICT queries, std::ptrdiff_t query_stride, const T* const* keys,
+// scores[query][0 to 3] = queries[query] . keys[0 to 3].
+template <int kQueries, typename T, typename Query>
+HWY_INLINE void multiply_key_group(const Query* HWY_RESTRICT queries, std::ptrdiff_t query_stride, const T* const* keys,
                                    int head_dim, float* HWY_RESTRICT scores) {
+  using Math = Streamed<T>;
   Vec sums[kQueries][kKeyGroup];
   for (int query = 0; query < kQueries; ++query) {
     for (int key = 0; key < kKeyGroup; ++key) sums[query][key] = hn::Zero(kFloats);
   }
   const auto add_products = [&](int column, auto load) HWY_ATTR {
-    Vec columns[kKeyGroup];
+    typename Math::Columns columns[kKeyGroup];
     HWY_UNROLL(4)
-    for (int key = 0; key < kKeyGroup; ++key) columns[key] = load(keys[key] + column);
+    for (int key = 0; key < kKeyGroup; ++key) columns[key] = load(keys[key] + column, head_dim - column);
     HWY_UNROLL(4)
     for (int query = 0; query < kQueries; ++query) {
-      const Vec factor = hn::Load(kFloats, queries + query * query_stride + column);
+      const auto factor = Math::load(queries + query * query_stride + column);
       HWY_UNROLL(4)
-      for (int key = 0; key < kKeyGroup; ++key) sums[query][key] = hn::MulAdd(factor, columns[key], sums[query][key]);
+      for (int key = 0; key < kKeyGroup; ++key) {
+        sums[query][key] = Math::multiply_add(factor, columns[key], sums[query][key]);
+      }
     }
   };
   int column = 0;
-  for (; column + kLanes <= head_dim; column += kLanes) {
-    add_products(column, [](const T* from) HWY_ATTR { return load_floats(from); });
+  for (; column + Math::kWidth <= head_dim; column += Math::kWidth) {
+    add_products(column, [](const T* key, int) HWY_ATTR { return Math::load(key, 0); });
   }
   if (column < head_dim) {
-    add_products(column, [&](const T* from) HWY_ATTR { return load_first(from, head_dim - column); });
+    add_products(column, [](const T* key, int count) HWY_ATTR { return Math::load_first(key, count); });
   }
   HWY_UNROLL(4)
   for (int query = 0; query < kQueries; ++query) {
@@ -105,8 +144,8 @@ HWY_INLINE void multiply_key_group(const float* HWY_RESTRICT queries, std::ptrdi
 }
 
 // The same for any number of queries.
-template <int kQueries = kQueryBlock, typename T>
-HWY_INLINE void multiply_queries(const float* queries, std::ptrdiff_t query_stride, int rows, const T* const* keys,
+template <int kQueries = kQueryBlock, typename T, typename Query>
+HWY_INLINE void multiply_queries(const Query* queries, std::ptrdiff_t query_stride, int rows, const T* const* keys,
                                  int head_dim, float* scores) {
   for (; rows >= kQueries; rows -= kQueries, queries += kQueries * query_stride, scores += kQueries * kScoreStride) {
     multiply_key_group<kQueries>(queries, query_stride, keys, head_dim, scores);
@@ -118,8 +157,8 @@ HWY_INLINE void multiply_queries(const float* queries, std::ptrdiff_t query_stri
 
 // scores[row][key] = queries[row] . keys[key] for `count` keys, and zeros up to the end of the tile. `keys` has room
 // for whole groups: the last key stands in for those that are missing. `next` is fetched on the way.
-template <typename T>
-HWY_NOINLINE void multiply_scores_in_place(const float* queries, std::ptrdiff_t query_stride, int rows, const T** keys,
+template <typename T, typename Query>
+HWY_NOINLINE void multiply_scores_in_place(const Query* queries, std::ptrdiff_t query_stride, int rows, const T** keys,
                                            int count, int head_dim, const ListedRows<T>& next, float* scores) {
   for (int key = count; key % kKeyGroup != 0; ++key) keys[key] = keys[count - 1];
   int key = 0;
