@@ -1,9 +1,23 @@
 #include "plan/interval_index.h"
 
 #include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "plan/bits.h"
 
 namespace flash_dmattn::internal {
 namespace {
+
+// Which of up to 64 keys with these intervals some of the rows sees.
+std::uint64_t seen_keys(const std::int32_t* begins, const std::int32_t* ends, std::int64_t count, std::int64_t rows) {
+  const auto last = static_cast<std::int32_t>(std::min<std::int64_t>(rows, std::numeric_limits<std::int32_t>::max()));
+  std::uint8_t seen[kWordBits];
+  for (std::int64_t i = 0; i < count; ++i) seen[i] = std::max(begins[i], 0) < std::min(ends[i], last);
+  std::uint64_t word = 0;
+  pack_bools(seen, 1, count, &word);
+  return word;
+}
 
 std::size_t index_bytes(std::int64_t keys) {
   Arena arena(nullptr);
@@ -43,18 +57,28 @@ void build_index(const AttentionProblem& problem, std::int64_t batch, std::int64
   const BroadcastView& end_view = problem.visibility.intervals.end;
   const auto* begins = static_cast<const std::int32_t*>(begin_view.data) + begin_view.offset(batch, head);
   const auto* ends = static_cast<const std::int32_t*>(end_view.data) + end_view.offset(batch, head);
+  const bool neighbours = begin_view.key_stride == 1 && end_view.key_stride == 1;
   const std::int64_t existing = problem.key_count(batch);
   const std::int64_t history = existing - problem.rows;
+  const std::int64_t span_end = std::min(span.end, existing);
   std::int64_t count = 0;
-  for (std::int64_t key = span.begin; key < std::min(span.end, existing); ++key) {
-    const std::int64_t earliest = problem.visibility.is_causal ? std::max<std::int64_t>(key - history, 0) : 0;
-    const std::int64_t begin = std::max<std::int64_t>(begins[key * begin_view.key_stride], earliest);
-    const std::int64_t end = std::min<std::int64_t>(ends[key * end_view.key_stride], problem.rows);
-    // Written in any case, since whether it counts is hard to foretell, and a wrong guess costs more.
-    index.keys[count] = static_cast<std::int32_t>(key);
-    index.begins[count] = static_cast<std::int32_t>(begin);
-    index.ends[count] = static_cast<std::int32_t>(end);
-    count += begin < end;
+  for (std::int64_t first = span.begin; first < span_end; first += kWordBits) {
+    const std::int64_t last = std::min(first + kWordBits, span_end);
+    // Keys that no row sees leave here, without a look at each where the causal rule hides none of them.
+    std::uint64_t seen = low_bits(last - first);
+    const bool in_history = !problem.visibility.is_causal || last <= history + 1;
+    if (neighbours && in_history) seen = seen_keys(begins + first, ends + first, last - first, problem.rows);
+    for (; seen != 0; seen &= seen - 1) {
+      const std::int64_t key = first + std::countr_zero(seen);
+      const std::int64_t earliest = in_history ? 0 : std::max<std::int64_t>(key - history, 0);
+      const std::int64_t begin = std::max<std::int64_t>(begins[key * begin_view.key_stride], earliest);
+      const std::int64_t end = std::min<std::int64_t>(ends[key * end_view.key_stride], problem.rows);
+      if (begin >= end) continue;
+      index.keys[count] = static_cast<std::int32_t>(key);
+      index.begins[count] = static_cast<std::int32_t>(begin);
+      index.ends[count] = static_cast<std::int32_t>(end);
+      ++count;
+    }
   }
   *index.count = count;
   for (std::int64_t first = 0; first < count; first += kIndexBlock) {
