@@ -353,7 +353,7 @@ TEST(Attention, ReadsAnyStridesAndAlignments) {
 TEST(Attention, DecodesToTheSameBitsForAnyNumberOfWorkers) {
   for (const DType dtype : kKernelDTypes) {
     for (const std::int64_t rows : {1, 3, 16}) {
-      Call call({.name = "decode", .shape = {1, rows, 9001, 4, 4, 48}, .mask = {1, 4, 1, 9001}}, dtype);
+      Call call({.name = "decode", .shape = {1, rows, 4097, 4, 4, 48}, .mask = {1, 4, 1, 4097}}, dtype);
       ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
       for (const int workers : {1, 2, 3, 7, 64}) {
         Call again = call;
@@ -370,7 +370,7 @@ TEST(Attention, DecodesToTheSameBitsForAnyNumberOfWorkers) {
 
 // Threads that finish in any order merge the same parts.
 TEST(Attention, DecodesOnThreads) {
-  Call call({.name = "decode", .shape = {2, 1, 20000, 8, 2, 64}}, DType::kFloat32);
+  Call call({.name = "decode", .shape = {2, 1, 5000, 8, 2, 64}}, DType::kFloat32);
   ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
   for (int i = 0; i < 20; ++i) {
     Call again = call;
