@@ -91,9 +91,10 @@ struct AttentionCounters {
   std::int64_t kept_scores = 0;      // visible scores
   std::int64_t computed_scores = 0;  // scores whose product was evaluated
   std::int64_t copied_keys = 0;      // keys copied into tiles, counted once per chunk of rows and key head
-  std::int64_t plans = 0;            // plans of a chunk of rows, counted once for query heads that share one
-  std::int64_t lists = 0;            // of those, plans whose keys are a list; the others' are a range
-  std::int64_t bitmaps = 0;          // of those, plans that tell rows apart by a bitmap; the others by prefixes
+  std::int64_t plans = 0;    // plans of a chunk of rows, or of some of its keys where rows are few, counted once
+                             // for query heads that share one
+  std::int64_t lists = 0;    // of those, plans whose keys are a list; the others' are a range
+  std::int64_t bitmaps = 0;  // of those, plans that tell rows apart by a bitmap; the others by prefixes
 
   bool operator==(const AttentionCounters&) const = default;
 };

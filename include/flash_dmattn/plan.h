@@ -55,8 +55,8 @@ struct PlannedChunk {
   std::vector<Tile> tiles;            // (row tiles, key tiles)
 };
 
-// The plan of one query head of one batch element, in order of rows. It holds rows x listed keys bytes for every
-// chunk. CPU only, and not for float64, which plans nothing.
+// The plan of one query head of one batch element, in order of rows; a call of few rows makes it for some keys at a
+// time. It holds rows x listed keys bytes for every chunk. CPU only, and not for float64, which plans nothing.
 Status plan_chunks(const AttentionInputs&, const AttentionOptions&, std::int64_t batch, std::int64_t head,
                    std::vector<PlannedChunk>*, const AttentionContext& = {});
 

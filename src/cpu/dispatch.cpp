@@ -117,6 +117,10 @@ ChosenKernels find_kernels(DType dtype) {
   return {};
 }
 
+bool streams(const AttentionProblem& problem) {
+  return is_decode(problem, choose_kernels(problem.dtype).kernels->multiplies_pairs);
+}
+
 // How a call is computed, and where its memory lies. With an arena that measures, what it leaves used is the workspace.
 struct ForwardSetup {
   ChosenKernels chosen;
@@ -131,6 +135,22 @@ struct ForwardSetup {
         workers(worker_count(problem, schedule.units, executor)),
         indices(arena->take<std::byte>(IntervalIndices::bytes(problem))),
         scratch(workers, chosen.kernels->forward_scratch(problem, schedule), arena) {}
+};
+
+// The same for few query rows.
+struct DecodeSetup {
+  ChosenKernels chosen;
+  DecodeSchedule schedule;
+  int workers;
+  DecodeParts parts;
+  WorkerScratch scratch;
+
+  DecodeSetup(const AttentionProblem& problem, const Executor& executor, Arena* arena)
+      : chosen(choose_kernels(problem.dtype)),
+        schedule(make_decode_schedule(problem)),
+        workers(decode_worker_count(problem, schedule, executor.concurrency())),
+        parts(problem, schedule, arena),
+        scratch(workers, chosen.kernels->decode_scratch(problem, schedule), arena) {}
 };
 
 struct BackwardSetup {
@@ -150,6 +170,14 @@ struct BackwardSetup {
         scratch(workers, chosen.kernels->backward_scratch(problem, schedule), arena) {}
 };
 
+template <typename Schedule>
+std::string describe_cut(const Schedule& schedule) {
+  return "chunks of " + std::to_string(schedule.chunk_rows) + " rows";
+}
+std::string describe_cut(const DecodeSchedule& schedule) {
+  return "decode, splits of " + std::to_string(schedule.split_keys) + " keys";
+}
+
 // Printed when the work is done, since what was planned depends on the mask's elements.
 template <typename Setup>
 void log_call(const char* direction, const AttentionProblem& problem, const Setup& setup,
@@ -157,13 +185,28 @@ void log_call(const char* direction, const AttentionProblem& problem, const Setu
   const bool bits = counted.bitmaps > 0;
   const double kept = static_cast<double>(counted.kept_scores);
   std::fprintf(stderr,
-               "flash_dmattn: cpu/%s %s: chunks of %d rows x %d heads, %lld units, %d workers; plans: %lld list, %lld "
+               "flash_dmattn: cpu/%s %s: %s x %d heads, %lld units, %d workers; plans: %lld list, %lld "
                "range, %s, %.2f computed per kept score (%s)\n",
-               setup.chosen.set->name, describe_call(direction, problem).c_str(), setup.schedule.chunk_rows,
+               setup.chosen.set->name, describe_call(direction, problem).c_str(), describe_cut(setup.schedule).c_str(),
                setup.schedule.pass_heads, static_cast<long long>(setup.schedule.units), setup.workers,
                static_cast<long long>(counted.lists), static_cast<long long>(counted.plans - counted.lists),
                bits ? "bitmap" : "prefix", kept > 0 ? static_cast<double>(counted.computed_scores) / kept : 0.0,
                plan_rule(problem.visibility));
+}
+
+void decode(const ForwardProblem& problem, void* workspace, Executor& executor, AttentionCounters* counters) {
+  Arena arena(workspace);
+  const DecodeSetup setup(problem, executor, &arena);
+  const Kernels& kernels = *setup.chosen.kernels;
+  const bool logs = logging();
+  WorkerCounters counted(counters != nullptr || logs ? setup.workers : 0);
+  setup.parts.start();
+  run_units(setup.schedule.units, setup.workers, executor, kernels, [&](std::int64_t unit, int worker) {
+    kernels.decode_unit(problem, setup.schedule, setup.parts, unit, setup.scratch.of(worker), counted.of(worker));
+  });
+  const AttentionCounters sum = counted.sum(problem, kDecodeRows);
+  if (counters != nullptr) add_counters(sum, counters);
+  if (logs) log_call("forward", problem, setup, sum);
 }
 
 }  // namespace
@@ -176,11 +219,16 @@ ChosenKernels choose_kernels(DType dtype) {
 
 std::size_t forward_workspace(const AttentionProblem& problem, const Executor& executor) {
   Arena arena(nullptr);
-  ForwardSetup(problem, executor, &arena);
+  if (streams(problem)) {
+    DecodeSetup(problem, executor, &arena);
+  } else {
+    ForwardSetup(problem, executor, &arena);
+  }
   return arena.used();
 }
 
 void forward(const ForwardProblem& problem, void* workspace, Executor& executor, AttentionCounters* counters) {
+  if (streams(problem)) return decode(problem, workspace, executor, counters);
   Arena arena(workspace);
   const ForwardSetup setup(problem, executor, &arena);
   const ForwardSchedule& schedule = setup.schedule;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cpu/decode_schedule.h"
 #include "cpu/schedule.h"
 #include "flash_dmattn/attention.h"
 #include "plan/interval_index.h"
@@ -16,6 +17,14 @@ struct Kernels {
   std::size_t (*forward_scratch)(const AttentionProblem&, const ForwardSchedule&) = nullptr;
   void (*forward_unit)(const ForwardProblem&, const ForwardSchedule&, const IntervalIndices&, std::int64_t unit,
                        void* scratch, AttentionCounters*) = nullptr;
+
+  // Whether forward and backward multiply pairs of 16-bit floats, rather than single precision.
+  bool multiplies_pairs = false;
+
+  // Of calls with few query rows. All units share `parts`; the last of a key head writes the results.
+  std::size_t (*decode_scratch)(const AttentionProblem&, const DecodeSchedule&) = nullptr;
+  void (*decode_unit)(const ForwardProblem&, const DecodeSchedule&, const DecodeParts& parts, std::int64_t unit,
+                      void* scratch, AttentionCounters*) = nullptr;
 
   // `sums` is memory that all units share; after the last unit finish_part turns it into the gradients.
   std::size_t (*backward_scratch)(const BackwardProblem&, const BackwardSchedule&) = nullptr;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/backward-inl.h"
+#include "cpu/decode-inl.h"
 #include "cpu/forward-inl.h"
 #include "cpu/kernel_set.h"
 
@@ -16,6 +17,12 @@ constexpr Kernels make_kernels() {
                             const IntervalIndices& indices, std::int64_t unit, void* scratch,
                             AttentionCounters* counters) {
     ForwardUnit<Products, T>(problem, schedule, indices, scratch).run(problem, schedule, unit, counters);
+  };
+  kernels.multiplies_pairs = Products::kMultipliesPairs;
+  kernels.decode_scratch = DecodeUnit<Products, T>::scratch_bytes;
+  kernels.decode_unit = [](const ForwardProblem& problem, const DecodeSchedule& schedule, const DecodeParts& parts,
+                           std::int64_t unit, void* scratch, AttentionCounters* counters) {
+    DecodeUnit<Products, T>(problem, schedule, scratch).run(problem, parts, unit, counters);
   };
   kernels.backward_scratch = BackwardUnit<Products, T>::scratch_bytes;
   kernels.backward_sums = [](const BackwardProblem& problem, const BackwardSchedule& schedule) {

@@ -2,6 +2,7 @@
 // keys are gathered on the way, so a list costs no more than a range.
 #pragma once
 
+#include "cpu/rounding.h"
 #include "cpu/simd-inl.h"
 #include "plan/chunk_plan.h"
 
@@ -9,10 +10,6 @@ namespace flash_dmattn::internal::cpu {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
-
-constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // Rows of head_dim elements: those of one head of a tensor, every one or the listed ones. A row that is
 // absent is read as zeros: padding, and rows whose values must not be touched.

@@ -3,6 +3,7 @@
 
 #include "cpu/backend.h"
 #include "cpu/config.h"
+#include "cpu/decode_schedule.h"
 #include "cpu/dispatch.h"
 #include "cpu/schedule.h"
 #include "cpu/workers.h"
@@ -14,12 +15,15 @@ namespace {
 // Memory of the indices and of one planner for every worker.
 class PlanMemory {
  public:
-  PlanMemory(const AttentionProblem& problem, const ForwardSchedule& schedule, int workers) {
+  PlanMemory(const AttentionProblem& problem, const ForwardSchedule& schedule, int workers)
+      : PlanMemory(IntervalIndices::bytes(problem),
+                   ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kForwardRowTile), workers) {}
+
+  PlanMemory(std::size_t index_bytes, std::size_t planner_bytes, int workers) {
     const auto arrange = [&](void* block) {
       Arena arena(block);
-      indices_ = arena.take<std::byte>(IntervalIndices::bytes(problem));
-      planners_ =
-          WorkerScratch(workers, ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kForwardRowTile), &arena);
+      indices_ = arena.take<std::byte>(index_bytes);
+      planners_ = WorkerScratch(workers, planner_bytes, &arena);
       return arena.used();
     };
     lines_.resize(arrange(nullptr) / sizeof(Line));
@@ -38,22 +42,6 @@ class PlanMemory {
   void* indices_ = nullptr;
   WorkerScratch planners_;
 };
-
-// As the forward counts when it walks over the plan with `heads` query heads.
-void count_walk(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
-  count_plan(plan, heads, counters);
-  counters->copied_keys += plan.key_count;
-  for (int row_tile = 0; row_tile < plan.row_tiles(); ++row_tile) {
-    const int rows = std::min(plan.row_tile, plan.rows - row_tile * plan.row_tile);
-    for (int key_tile = 0; key_tile < plan.key_tiles(); ++key_tile) {
-      const TileClass tile = plan.tile_class(row_tile, key_tile);
-      if (tile == TileClass::kEmpty) continue;
-      counters->tiles_visited += heads;
-      counters->tiles_partial += tile == TileClass::kPartial ? heads : 0;
-      counters->computed_scores += static_cast<std::int64_t>(heads) * rows * kTileKeys;
-    }
-  }
-}
 
 PlannedChunk write_out(const ChunkPlan& plan) {
   PlannedChunk chunk;
@@ -92,24 +80,50 @@ std::size_t count_plans(const AttentionProblem& problem, const ForwardSchedule& 
     const std::int64_t group = problem.group();
     for (std::int64_t head = unit.key_head_begin * group; head < unit.key_head_end * group;
          head += schedule.pass_heads) {
-      count_walk(planner.plan(unit.batch, head, unit.row_begin, unit.rows), schedule.pass_heads, counted.of(worker));
+      const ChunkPlan& plan = planner.plan(unit.batch, head, unit.row_begin, unit.rows);
+      AttentionCounters* counters_of_worker = counted.of(worker);
+      count_plan(plan, schedule.pass_heads, counters_of_worker);
+      count_visited_tiles(plan, schedule.pass_heads, counters_of_worker);
+      counters_of_worker->copied_keys += plan.key_count;
     }
   });
   *counters = counted.sum(problem, kForwardRowTile);
   return memory.bytes();
 }
 
+// The same for calls of few rows, as cpu::decode makes them.
+std::size_t count_decode_plans(const AttentionProblem& problem, const DecodeSchedule& schedule, Executor& executor,
+                               AttentionCounters* counters) {
+  const int workers = decode_worker_count(problem, schedule, executor.concurrency());
+  const PlanMemory memory(0, DecodePlans::scratch_bytes(problem, schedule), workers);
+  WorkerCounters counted(workers);
+  run_units(schedule.units, workers, executor, Kernels{}, [&](std::int64_t index, int worker) {
+    DecodePlans plans(problem, schedule, schedule.unit(problem, index), memory.planner(worker), counted.of(worker));
+    while (plans.next()) continue;
+  });
+  *counters = counted.sum(problem, kDecodeRows);
+  return memory.bytes();
+}
+
 }  // namespace
 
 void plan_report(const AttentionProblem& problem, Executor& executor, PlanReport* report) {
-  const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
-  report->plan_bytes = count_plans(problem, schedule, executor, &report->counters);
-  report->backend = std::string("cpu/") + choose_kernels(problem.dtype).set->name;
+  const ChosenKernels chosen = choose_kernels(problem.dtype);
+  report->backend = std::string("cpu/") + chosen.set->name;
   report->rule = plan_rule(problem.visibility);
-  report->chunk_rows = schedule.chunk_rows;
-  report->row_tile = kForwardRowTile;
   report->key_tile = kTileKeys;
-  report->shared_heads = schedule.pass_heads;
+  if (is_decode(problem, chosen.kernels->multiplies_pairs)) {
+    const DecodeSchedule schedule = make_decode_schedule(problem);
+    report->plan_bytes = count_decode_plans(problem, schedule, executor, &report->counters);
+    report->chunk_rows = report->row_tile = kDecodeRows;
+    report->shared_heads = schedule.pass_heads;
+  } else {
+    const ForwardSchedule schedule = make_forward_schedule(problem, executor.concurrency());
+    report->plan_bytes = count_plans(problem, schedule, executor, &report->counters);
+    report->chunk_rows = schedule.chunk_rows;
+    report->row_tile = kForwardRowTile;
+    report->shared_heads = schedule.pass_heads;
+  }
 }
 
 // Walks over rows and visible keys, without plan or tiles: the plans serve to count what is visible.

@@ -96,6 +96,7 @@ HWY_INLINE void multiply_by_tiles(TileRowsOf a, TileRowsOf b, std::ptrdiff_t pan
 // rows hold is never read.
 struct AmxProducts {
   using Packed = Pair;
+  static constexpr bool kMultipliesPairs = true;
   static constexpr int kExpDegree = 5;
 
   static int depth_words(int head_dim) { return static_cast<int>(round_up(head_dim, kTileDepth)) / 2; }

@@ -135,6 +135,7 @@ struct Fp32Math {
 template <typename Math>
 struct VectorProducts {
   using Packed = typename Math::Word;
+  static constexpr bool kMultipliesPairs = Math::kPerWord == 2;
   static constexpr int kExpDegree = Math::kExpDegree;
 
   static constexpr int words(int elements) { return (elements + Math::kPerWord - 1) / Math::kPerWord; }

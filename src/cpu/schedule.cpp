@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/config.h"
+#include "cpu/rounding.h"
 
 namespace flash_dmattn::internal::cpu {
 namespace {
@@ -16,19 +17,8 @@ constexpr std::int64_t kMaxBitmapBytes = 8 << 20;
 // Rows of a strip of the bias's gradient: Sk floats each.
 constexpr int kStripRows = 2 * kBackwardRowTile;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
-
 bool is_shared_in_group(const BroadcastView& view, std::int64_t group) {
   return !view.defined() || view.head_stride == 0 || view.head_divisor >= group;
-}
-
-// Whether all query heads of a key head see the same keys.
-bool plan_is_shared_in_group(const AttentionProblem& problem) {
-  const std::int64_t group = problem.group();
-  const VisibilityViews& visibility = problem.visibility;
-  return is_shared_in_group(visibility.mask, group) && is_shared_in_group(visibility.intervals.begin, group) &&
-         is_shared_in_group(visibility.intervals.end, group);
 }
 
 // Rows per chunk, a multiple of `row_tile`: enough to pay for packing keys, few enough that `target_units`
@@ -59,6 +49,13 @@ std::int64_t choose_splits(std::int64_t groups, std::int64_t concurrency, std::i
 }
 
 }  // namespace
+
+bool plan_is_shared_in_group(const AttentionProblem& problem) {
+  const std::int64_t group = problem.group();
+  const VisibilityViews& visibility = problem.visibility;
+  return is_shared_in_group(visibility.mask, group) && is_shared_in_group(visibility.intervals.begin, group) &&
+         is_shared_in_group(visibility.intervals.end, group);
+}
 
 ForwardSchedule make_forward_schedule(const AttentionProblem& problem, int concurrency) {
   if (problem.deterministic) concurrency = kNominalConcurrency;

@@ -8,6 +8,9 @@
 
 namespace flash_dmattn::internal::cpu {
 
+// Whether all query heads of a key head see the same keys.
+bool plan_is_shared_in_group(const AttentionProblem&);
+
 // A forward unit attends one chunk of rows of one batch element for a run of key heads.
 struct ForwardSchedule {
   int chunk_rows = 0;

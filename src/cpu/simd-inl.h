@@ -103,16 +103,27 @@ HWY_INLINE void store_floats(Vec v, Bf16* to) {
   // The values fit 16 bits, so the saturating conversion is exact.
   hn::StoreU(hn::DemoteTo(halves, hn::BitCast(words, bf16_bits(v))), halves, &to->bits);
 }
+// The first `count` of kLanes elements, and zeros. What follows them is not read: it may belong to nobody.
+template <typename T>
+HWY_INLINE Vec load_first(const T* from, std::int64_t count) {
+#if HWY_TARGET == HWY_AVX3
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return hn::MaskedLoad(hn::FirstN(kFloats, static_cast<std::size_t>(count)), kFloats, from);
+  }
+#endif
+  T padded[kLanes] = {};
+  std::memcpy(padded, from, static_cast<std::size_t>(count) * sizeof(T));
+  return load_floats(padded);
+}
+
 // `count` elements from `from` to floats at `to`; reads and writes nothing beyond them.
 template <typename T>
 HWY_INLINE void convert_row(const T* HWY_RESTRICT from, std::int64_t count, float* HWY_RESTRICT to) {
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) hn::StoreU(load_floats(from + i), kFloats, to + i);
   if (i < count) {
-    T padded[kLanes] = {};
     float floats[kLanes];
-    std::memcpy(padded, from + i, static_cast<std::size_t>(count - i) * sizeof(T));
-    hn::StoreU(load_floats(padded), kFloats, floats);
+    hn::StoreU(load_first(from + i, count - i), kFloats, floats);
     std::memcpy(to + i, floats, static_cast<std::size_t>(count - i) * sizeof(float));
   }
 }

@@ -15,6 +15,7 @@ struct Scratch {
   std::int32_t* prefix;
   std::int32_t* keys;
   std::int32_t* entries;
+  IntervalIndex index;
   std::uint64_t* row_bits;
   std::uint64_t* key_union;
   std::uint64_t* bits;
@@ -22,20 +23,22 @@ struct Scratch {
   std::size_t bytes;
 };
 
-Scratch take_scratch(const AttentionProblem& problem, int chunk_rows, int row_tile, void* block) {
+Scratch take_scratch(const AttentionProblem& problem, int chunk_rows, int row_tile, std::int64_t keys, bool has_index,
+                     void* block) {
   Arena arena(block);
   const auto rows = static_cast<std::size_t>(padded_rows(chunk_rows, row_tile));
-  const auto words = static_cast<std::size_t>(words_for(problem.keys));
+  const auto words = static_cast<std::size_t>(words_for(keys));
   Scratch scratch{};
   scratch.prefix = arena.take<std::int32_t>(rows);
   scratch.classes = arena.take<TileClass>(rows / row_tile * words);
   const bool has_intervals = problem.visibility.intervals.defined();
   if (has_intervals) {
-    scratch.entries = arena.take<std::int32_t>(static_cast<std::size_t>(problem.keys));
+    scratch.entries = arena.take<std::int32_t>(static_cast<std::size_t>(keys));
+    if (has_index) scratch.index = take_index(arena, keys);
     scratch.row_bits = arena.take<std::uint64_t>(words);
   }
   if (problem.visibility.mask.defined() || has_intervals) {
-    scratch.keys = arena.take<std::int32_t>(static_cast<std::size_t>(problem.keys));
+    scratch.keys = arena.take<std::int32_t>(static_cast<std::size_t>(keys));
     scratch.key_union = arena.take<std::uint64_t>(words);
   }
   if (needs_bitmap(problem.visibility)) scratch.bits = arena.take<std::uint64_t>(rows * words);
@@ -73,6 +76,19 @@ void count_plan(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
   counters->bitmaps += plan.bits != nullptr;
 }
 
+void count_visited_tiles(const ChunkPlan& plan, int heads, AttentionCounters* counters) {
+  for (int row_tile = 0; row_tile < plan.row_tiles(); ++row_tile) {
+    const int rows = std::min(plan.row_tile, plan.rows - row_tile * plan.row_tile);
+    for (int key_tile = 0; key_tile < plan.key_tiles(); ++key_tile) {
+      const TileClass tile = plan.tile_class(row_tile, key_tile);
+      if (tile == TileClass::kEmpty) continue;
+      counters->tiles_visited += heads;
+      counters->tiles_partial += tile == TileClass::kPartial ? heads : 0;
+      counters->computed_scores += static_cast<std::int64_t>(heads) * rows * kTileKeys;
+    }
+  }
+}
+
 // Every rule lists exactly the keys that some row of the chunk sees. Neighbouring keys stay a range, any others
 // become a list: kernels copy the keys of a chunk into tiles in either case, while each key left out saves its
 // products with all rows of the chunk. Measured on the CPU, with one key of the range hidden: a list takes as long
@@ -94,16 +110,30 @@ const char* plan_rule(const VisibilityViews& visibility) {
 }
 
 std::size_t ChunkPlanner::scratch_bytes(const AttentionProblem& problem, int chunk_rows, int row_tile) {
-  return take_scratch(problem, chunk_rows, row_tile, nullptr).bytes;
+  return take_scratch(problem, chunk_rows, row_tile, problem.keys, false, nullptr).bytes;
+}
+
+std::size_t ChunkPlanner::span_scratch_bytes(const AttentionProblem& problem, int chunk_rows, int row_tile,
+                                             std::int64_t span_keys) {
+  return take_scratch(problem, chunk_rows, row_tile, span_keys, true, nullptr).bytes;
 }
 
 ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndices& indices, int chunk_rows,
-                           int row_tile, void* block)
+                           int row_tile, void* scratch)
+    : ChunkPlanner(problem, &indices, chunk_rows, row_tile, problem.keys, scratch) {}
+
+ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, int chunk_rows, int row_tile, std::int64_t span_keys,
+                           void* scratch)
+    : ChunkPlanner(problem, nullptr, chunk_rows, row_tile, span_keys, scratch) {}
+
+ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndices* indices, int chunk_rows,
+                           int row_tile, std::int64_t keys, void* block)
     : problem_(problem), indices_(indices) {
-  const Scratch scratch = take_scratch(problem, chunk_rows, row_tile, block);
+  const Scratch scratch = take_scratch(problem, chunk_rows, row_tile, keys, indices == nullptr, block);
   prefix_ = scratch.prefix;
   keys_ = scratch.keys;
   entries_ = scratch.entries;
+  index_ = scratch.index;
   union_ = scratch.key_union;
   row_bits_ = scratch.row_bits;
   bits_ = scratch.bits;
@@ -111,34 +141,52 @@ ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndice
   plan_.row_tile = row_tile;
 }
 
+IntervalIndex ChunkPlanner::index_of(std::int64_t batch, std::int64_t head, KeySpan span) const {
+  if (indices_ != nullptr) return indices_->of(batch, head);
+  build_index(problem_, batch, head, span, index_);
+  return index_;
+}
+
 const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows) {
+  return plan(batch, head, row_begin, rows, {0, problem_.keys});
+}
+
+const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows,
+                                    KeySpan span) {
   const BroadcastView& mask = problem_.visibility.mask;
-  IntervalIndex index;
+  const IntervalViews& intervals = problem_.visibility.intervals;
   Source source;
   source.key_limit = problem_.key_count(batch);
   source.row_begin = row_begin;
+  source.span = span;
   source.rows = rows;
   if (mask.defined()) {
-    source.mask = static_cast<const std::uint8_t*>(mask.data) + mask.offset(batch, head) + row_begin * mask.row_stride;
+    source.mask = static_cast<const std::uint8_t*>(mask.data) + mask.offset(batch, head) + row_begin * mask.row_stride +
+                  span.begin * mask.key_stride;
   }
-  if (indices_.size() > 0) {
-    index = indices_.of(batch, head);
-    source.intervals = index.keys;
+  if (intervals.defined()) {
+    source.begins = static_cast<const std::int32_t*>(intervals.begin.data) + intervals.begin.offset(batch, head);
+    source.ends = static_cast<const std::int32_t*>(intervals.end.data) + intervals.end.offset(batch, head);
   }
   if (source == source_) return plan_;
   source_ = source;
 
   plan_.row_begin = row_begin;
   plan_.rows = rows;
-  plan_.key_begin = 0;
+  plan_.key_begin = span.begin;
   plan_.keys = nullptr;
   plan_.prefix = prefix_;
   plan_.bits = nullptr;
   plan_.classes = classes_;
-  if (indices_.size() > 0 && !mask.defined()) {
-    plan_intervals(index);
-  } else if (needs_bitmap(problem_.visibility)) {
-    plan_bitmap(source.mask, indices_.size() > 0 ? &index : nullptr);
+  if (intervals.defined()) {
+    const IntervalIndex index = index_of(batch, head, span);
+    if (mask.defined()) {
+      plan_bitmap(source.mask, &index);
+    } else {
+      plan_intervals(index);
+    }
+  } else if (mask_differs_by_row_and_key(problem_.visibility)) {
+    plan_bitmap(source.mask, nullptr);
   } else if (mask.defined() && mask.key_stride != 0) {
     plan_key_list(source.mask);
   } else {
@@ -148,45 +196,46 @@ const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::
   return plan_;
 }
 
-std::int64_t ChunkPlanner::causal_limit(std::int64_t row) const {
-  if (!problem_.visibility.is_causal) return source_.key_limit;
-  return std::clamp<std::int64_t>(row + source_.key_limit - problem_.rows + 1, 0, source_.key_limit);
+std::int64_t ChunkPlanner::allowed_keys(std::int64_t row) const {
+  std::int64_t limit = source_.key_limit;
+  if (problem_.visibility.is_causal) limit = std::min(limit, row + source_.key_limit - problem_.rows + 1);
+  return std::clamp<std::int64_t>(limit, source_.span.begin, source_.span.end) - source_.span.begin;
 }
 
 void ChunkPlanner::plan_prefixes(const std::uint8_t* mask) {
   plan_.key_count = 0;
   for (int row = 0; row < plan_.rows; ++row) {
     const bool row_visible = mask == nullptr || mask[row * problem_.visibility.mask.row_stride] != 0;
-    prefix_[row] = row_visible ? static_cast<std::int32_t>(causal_limit(plan_.row_begin + row)) : 0;
+    prefix_[row] = row_visible ? static_cast<std::int32_t>(allowed_keys(plan_.row_begin + row)) : 0;
     plan_.key_count = std::max(plan_.key_count, prefix_[row]);
   }
 }
 
 void ChunkPlanner::plan_key_list(const std::uint8_t* mask) {
-  const std::int64_t limit = causal_limit(plan_.row_begin + plan_.rows - 1);
+  const std::int64_t limit = allowed_keys(plan_.row_begin + plan_.rows - 1);
   pack_bools(mask, problem_.visibility.mask.key_stride, limit, union_);
   list_keys(union_, words_for(limit));
   // Limits grow with the row: one walk over the list ranks them all.
   std::int32_t rank = 0;
   for (int row = 0; row < plan_.rows; ++row) {
-    const std::int64_t row_limit = causal_limit(plan_.row_begin + row);
+    const std::int64_t row_limit = source_.span.begin + allowed_keys(plan_.row_begin + row);
     while (rank < plan_.key_count && plan_.key(rank) < row_limit) ++rank;
     prefix_[row] = rank;
   }
 }
 
 void ChunkPlanner::plan_bitmap(const std::uint8_t* mask, const IntervalIndex* index) {
-  const std::int64_t words = words_for(causal_limit(plan_.row_begin + plan_.rows - 1));
+  const std::int64_t words = words_for(allowed_keys(plan_.row_begin + plan_.rows - 1));
   if (index != nullptr) {
     std::int64_t count = 0;
-    for (; count < *index->count && index->keys[count] < words * kWordBits; ++count) {
+    for (; count < *index->count && index->keys[count] < source_.span.begin + words * kWordBits; ++count) {
       entries_[count] = static_cast<std::int32_t>(count);
     }
     spread_intervals(*index, entries_, count, true, words);
   }
   std::fill_n(union_, words, 0);
   for (int row = 0; row < plan_.rows; ++row) {
-    const std::int64_t limit = causal_limit(plan_.row_begin + row);
+    const std::int64_t limit = allowed_keys(plan_.row_begin + row);
     std::uint64_t* bits = bits_ + row * words;
     std::uint64_t* mask_bits = index != nullptr ? row_bits_ : bits;
     pack_bools(mask + row * problem_.visibility.mask.row_stride, problem_.visibility.mask.key_stride, limit, mask_bits);
@@ -197,7 +246,7 @@ void ChunkPlanner::plan_bitmap(const std::uint8_t* mask, const IntervalIndex* in
     }
   }
   list_keys(union_, words);
-  const bool already_compact = plan_.keys == nullptr && plan_.key_begin == 0;
+  const bool already_compact = plan_.keys == nullptr && plan_.key_begin == source_.span.begin;
   for (int row = 0; row < plan_.rows && !already_compact; ++row) compact_bits(union_, words, bits_ + row * words);
   plan_.bits = bits_;
   plan_.bits_pitch = words;
@@ -247,14 +296,14 @@ void ChunkPlanner::plan_intervals(const IntervalIndex& index) {
   plan_.bits_pitch = words;
 }
 
-// The bitmap of the `count` entries: bit i is entry i, or its key with `by_key`. A bit changes where its
-// interval begins and ends, so each row is the row before with those changes.
+// The bitmap of the `count` entries: bit i is entry i, or with `by_key` its key's place in the span. A bit changes
+// where its interval begins and ends, so each row is the row before with those changes.
 void ChunkPlanner::spread_intervals(const IntervalIndex& index, const std::int32_t* entries, std::int64_t count,
                                     bool by_key, std::int64_t words) {
   std::fill_n(bits_, plan_.rows * words, 0);
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int32_t entry = entries[i];
-    const std::int64_t position = by_key ? index.keys[entry] : i;
+    const std::int64_t position = by_key ? index.keys[entry] - source_.span.begin : i;
     const std::int64_t begin = std::max<std::int64_t>(index.begins[entry] - plan_.row_begin, 0);
     const std::int64_t end = index.ends[entry] - plan_.row_begin;
     if (begin >= plan_.rows || end <= begin) continue;
@@ -266,8 +315,8 @@ void ChunkPlanner::spread_intervals(const IntervalIndex& index, const std::int32
 }
 
 void ChunkPlanner::list_keys(const std::uint64_t* seen, std::int64_t words) {
-  plan_.key_count = static_cast<std::int32_t>(list_bits(seen, words, 0, keys_));
-  plan_.key_begin = plan_.key_count > 0 ? keys_[0] : 0;
+  plan_.key_count = static_cast<std::int32_t>(list_bits(seen, words, source_.span.begin, keys_));
+  if (plan_.key_count > 0) plan_.key_begin = keys_[0];
   const bool is_range = plan_.key_count == 0 || keys_[plan_.key_count - 1] - plan_.key_begin + 1 == plan_.key_count;
   plan_.keys = is_range ? nullptr : keys_;
 }

@@ -55,6 +55,9 @@ std::int64_t count_visible(const ChunkPlan&);
 // Adds the plan and the scores that `heads` query heads keep under it. Tiles are counted where they are walked.
 void count_plan(const ChunkPlan&, int heads, AttentionCounters*);
 
+// Adds the tiles that `heads` query heads visit, if they walk over the whole plan.
+void count_visited_tiles(const ChunkPlan&, int heads, AttentionCounters*);
+
 // How keys are listed and rows told apart, in words.
 const char* plan_rule(const VisibilityViews&);
 
@@ -73,21 +76,32 @@ class ChunkPlanner {
   // `indices`: built, one for every head that the problem's intervals tell apart.
   ChunkPlanner(const AttentionProblem&, const IntervalIndices& indices, int chunk_rows, int row_tile, void* scratch);
 
-  // The plan of rows [row_begin, row_begin + rows) of query head `head`; valid until the next call. Asking for
-  // the same plan again, or for that of a head with the same mask, costs nothing.
+  // The same for plans of at most `span_keys` neighbouring keys. Few rows make many of them, by workers that share
+  // nothing: instead of indices for all keys, each plan indexes the intervals of its own.
+  static std::size_t span_scratch_bytes(const AttentionProblem&, int chunk_rows, int row_tile, std::int64_t span_keys);
+  ChunkPlanner(const AttentionProblem&, int chunk_rows, int row_tile, std::int64_t span_keys, void* scratch);
+
+  // The plan of rows [row_begin, row_begin + rows) of query head `head`, for all keys or those of a span; valid until
+  // the next call. Asking for the same plan again, or for that of a head with the same mask, costs nothing.
   const ChunkPlan& plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows);
+  const ChunkPlan& plan(std::int64_t batch, std::int64_t head, std::int64_t row_begin, int rows, KeySpan span);
 
  private:
   // What a plan depends on beside the problem.
   struct Source {
-    const std::uint8_t* mask = nullptr;  // of the chunk's first row
-    const std::int32_t* intervals = nullptr;
+    const std::uint8_t* mask = nullptr;  // of the chunk's first row and the span's first key
+    const std::int32_t *begins = nullptr, *ends = nullptr;
     std::int64_t key_limit = -1, row_begin = -1;
+    KeySpan span;
     int rows = 0;
     bool operator==(const Source&) const = default;
   };
 
-  std::int64_t causal_limit(std::int64_t row) const;  // keys [0, limit) are allowed by length and causal rule
+  ChunkPlanner(const AttentionProblem&, const IntervalIndices* indices, int chunk_rows, int row_tile, std::int64_t keys,
+               void* scratch);
+
+  IntervalIndex index_of(std::int64_t batch, std::int64_t head, KeySpan span) const;
+  std::int64_t allowed_keys(std::int64_t row) const;  // so many of the span, the first ones, by length and causal rule
   void plan_prefixes(const std::uint8_t* mask);       // no mask, or one that hides whole rows
   void plan_key_list(const std::uint8_t* mask);       // a mask that is the same for every row
   void plan_bitmap(const std::uint8_t* mask, const IntervalIndex* index);
@@ -98,12 +112,13 @@ class ChunkPlanner {
   void classify();
 
   const AttentionProblem& problem_;
-  const IntervalIndices& indices_;
+  const IntervalIndices* indices_;  // null: a plan makes `index_` of its own keys
   Source source_;
   ChunkPlan plan_;
   std::int32_t* prefix_;
   std::int32_t* keys_;
   std::int32_t* entries_;  // listed entries of an interval index
+  IntervalIndex index_;
   std::uint64_t* union_;
   std::uint64_t* row_bits_;
   std::uint64_t* bits_;

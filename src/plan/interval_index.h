@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/arena.h"
 #include "core/problem.h"
 
 namespace flash_dmattn::internal {
@@ -22,6 +23,16 @@ struct IntervalIndex {
   std::int32_t* block_ends = nullptr;    // highest end
   std::int64_t* count = nullptr;
 };
+
+// Some neighbouring keys.
+struct KeySpan {
+  std::int64_t begin = 0, end = 0;
+  bool operator==(const KeySpan&) const = default;
+};
+
+// An index of up to `keys` keys in memory of the arena, and what it says of those of the span, for query head `head`.
+IntervalIndex take_index(Arena&, std::int64_t keys);
+void build_index(const AttentionProblem&, std::int64_t batch, std::int64_t head, KeySpan, const IntervalIndex&);
 
 // All indices of a problem, in memory that they share: 12 bytes a key and head.
 class IntervalIndices {

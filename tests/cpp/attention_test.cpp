@@ -98,6 +98,20 @@ const std::vector<Variant> kVariants = {
     {.name = "dense", .shape = {2, 33, 65, 4, 2, 32}},
     {.name = "one_by_one", .shape = {1, 1, 1, 1, 1, 1}},
     {.name = "decode", .shape = {3, 1, 131, 4, 1, 64}, .seqlens = {131, 64, 1}, .is_causal = true},
+    {.name = "decode_many_keys", .shape = {2, 1, 3333, 4, 2, 40}, .softcap = 1},
+    {.name = "decode_lengths",
+     .shape = {3, 3, 2500, 4, 2, 24},
+     .mask = {3, 1, 3, 2500},
+     .seqlens = {2500, 1100, 2},
+     .is_causal = true},
+    {.name = "decode_list",
+     .shape = {1, 16, 1300, 4, 2, 19},
+     .mask = {1, 2, 1300},
+     .bias = {1, 4, 16, 1300},
+     .softcap = 3,
+     .density = 0.1},
+    {.name = "decode_mask_of_heads", .shape = {1, 5, 1100, 6, 2, 16}, .mask = {1, 6, 5, 1100}, .density = 0.02},
+    {.name = "decode_nothing", .shape = {1, 2, 1100, 3, 3, 8}, .mask = {1, 3, 2, 1100}, .density = 0},
     {.name = "head_dim_1", .shape = {1, 17, 31, 2, 2, 1}, .is_causal = true},
     {.name = "head_dim_40", .shape = {1, 65, 64, 2, 1, 40}, .bias = {1, 2, 1, 64}, .is_causal = true},
     {.name = "head_dim_97", .shape = {1, 20, 40, 2, 1, 97}, .bias = {20, 40}},
@@ -332,6 +346,37 @@ TEST(Attention, ReadsAnyStridesAndAlignments) {
     cotangents.dout = moved(call.dout);
     ASSERT_EQ(attention_backward(inputs, cotangents, call.options, call.gradients()).message(), "ok");
     testing::expect_same_bytes(plain, call);
+  }
+}
+
+// Few query rows: keys are split as the shape says, for any number of workers, in any order, asked for or not.
+TEST(Attention, DecodesToTheSameBitsForAnyNumberOfWorkers) {
+  for (const DType dtype : kKernelDTypes) {
+    for (const std::int64_t rows : {1, 3, 16}) {
+      Call call({.name = "decode", .shape = {1, rows, 4097, 4, 4, 48}, .mask = {1, 4, 1, 4097}}, dtype);
+      ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
+      for (const int workers : {1, 2, 3, 7, 64}) {
+        Call again = call;
+        again.make_results();
+        SerialExecutor executor(workers);
+        ASSERT_TRUE(attention_forward(again.inputs(), again.options, again.outputs(), {.executor = &executor}).ok());
+        EXPECT_EQ(call.out.bytes(), again.out.bytes()) << name_of(dtype) << " " << rows << " rows, " << workers;
+        EXPECT_EQ(call.lse.bytes(), again.lse.bytes());
+        EXPECT_EQ(call.row_stats.bytes(), again.row_stats.bytes());
+      }
+    }
+  }
+}
+
+// Threads that finish in any order merge the same parts.
+TEST(Attention, DecodesOnThreads) {
+  Call call({.name = "decode", .shape = {2, 1, 5000, 8, 2, 64}}, DType::kFloat32);
+  ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
+  for (int i = 0; i < 20; ++i) {
+    Call again = call;
+    again.make_results();
+    ASSERT_TRUE(attention_forward(again.inputs(), again.options, again.outputs()).ok());
+    ASSERT_EQ(call.out.bytes(), again.out.bytes());
   }
 }
 

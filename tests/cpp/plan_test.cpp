@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "cpu/decode_schedule.h"
 #include "cpu/schedule.h"
 #include "plan/bits.h"
 #include "plan/chunk_plan.h"
@@ -78,7 +79,9 @@ bool sees(const AttentionProblem& problem, std::int64_t b, std::int64_t h, std::
   return mask[i * problem.visibility.mask.row_stride + j * problem.visibility.mask.key_stride] != 0;
 }
 
-void expect_plan_is_right(const AttentionProblem& problem, const ChunkPlan& plan, std::int64_t b, std::int64_t h) {
+// `span`: the keys that were planned.
+void expect_plan_is_right(const AttentionProblem& problem, const ChunkPlan& plan, std::int64_t b, std::int64_t h,
+                          KeySpan span) {
   std::vector<int> listed(static_cast<std::size_t>(problem.keys), -1);
   for (int i = 0; i < plan.key_count; ++i) {
     ASSERT_EQ(listed[static_cast<std::size_t>(plan.key(i))], -1) << "listed twice";
@@ -90,7 +93,8 @@ void expect_plan_is_right(const AttentionProblem& problem, const ChunkPlan& plan
     for (std::int64_t key = 0; key < problem.keys; ++key) {
       const int at = listed[static_cast<std::size_t>(key)];
       const bool planned = at >= 0 && ((plan.visible(row, at / 64) >> (at % 64)) & 1);
-      ASSERT_EQ(planned, sees(problem, b, h, plan.row_begin + row, key)) << "row " << row << " key " << key;
+      const bool in_span = key >= span.begin && key < span.end;
+      ASSERT_EQ(planned, in_span && sees(problem, b, h, plan.row_begin + row, key)) << "row " << row << " key " << key;
       if (planned) seen[static_cast<std::size_t>(at)] = true;
       kept += planned;
     }
@@ -107,6 +111,18 @@ void expect_plan_is_right(const AttentionProblem& problem, const ChunkPlan& plan
     }
     const TileClass expected = any == 0 ? TileClass::kEmpty : ~all == 0 ? TileClass::kFull : TileClass::kPartial;
     EXPECT_EQ(plan.tile_class(row_tile, key_tile), expected);
+  }
+}
+
+// The last rows' plans of spans of keys, of any beginning and length.
+void expect_spans_are_right(const AttentionProblem& problem, int rows) {
+  constexpr int kRowTile = 16, kSpan = 100;
+  std::vector<std::uint64_t> scratch(ChunkPlanner::span_scratch_bytes(problem, rows, kRowTile, kSpan) / 8);
+  ChunkPlanner planner(problem, rows, kRowTile, kSpan, scratch.data());
+  for (const KeySpan span : {KeySpan{0, 1}, {1, 101}, {63, 64}, {64, 128}, {65, 140}, {200, 300}, {450, 520}, {7, 7}}) {
+    const KeySpan existing = {std::min(span.begin, problem.keys), std::min(span.end, problem.keys)};
+    const ChunkPlan& plan = planner.plan(0, 0, problem.rows - rows, rows, existing);
+    expect_plan_is_right(problem, plan, 0, 0, existing);
   }
 }
 
@@ -166,8 +182,9 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
       if (form == MaskForm::kNone || form == MaskForm::kWindow) {
         EXPECT_EQ(plan.keys, nullptr) << "a range needs no list";
       }
-      expect_plan_is_right(problem, plan, 0, 0);
+      expect_plan_is_right(problem, plan, 0, 0, {0, keys});
     }
+    expect_spans_are_right(problem, std::min(rows, 16));
   }
 }
 
@@ -233,6 +250,36 @@ TEST(Schedules, CoverEveryRowOfEveryHeadOnce) {
         }
       }
       for (const int times : covered) ASSERT_EQ(times, 1);
+    }
+  }
+}
+
+TEST(Schedules, DecodeUnitsCoverEveryKeyOfEveryHeadOnce) {
+  for (const std::int64_t keys : {0, 1, 64, 1025, 5000, 70001}) {
+    for (const std::int64_t key_heads : {1, 3, 8, 11, 40}) {
+      for (const bool heads_alternate : {false, true}) {
+        AttentionProblem problem;
+        problem.batch = 2;
+        problem.rows = 3;
+        problem.keys = keys;
+        problem.heads = 2 * key_heads;
+        problem.key_heads = key_heads;
+        problem.head_dim = 8;
+        problem.key.token_stride = heads_alternate ? key_heads * 8 : 8;
+        problem.key.head_stride = heads_alternate ? 8 : keys * 8;
+        const auto schedule = cpu::make_decode_schedule(problem);
+        std::vector<int> covered(static_cast<std::size_t>(2 * key_heads * keys));
+        for (std::int64_t i = 0; i < schedule.units; ++i) {
+          const auto unit = schedule.unit(problem, i);
+          for (std::int64_t head = unit.key_head_begin; head < unit.key_head_end; ++head) {
+            for (std::int64_t key = unit.keys.begin; key < unit.keys.end; ++key) {
+              covered[static_cast<std::size_t>((unit.batch * key_heads + head) * keys + key)] += 1;
+            }
+          }
+        }
+        for (const int times : covered) ASSERT_EQ(times, 1);
+        EXPECT_GE(schedule.units, 2) << "without keys rows are written all the same";
+      }
     }
   }
 }
