@@ -116,16 +116,16 @@ struct BackwardConsumer {
     }
     wgmma_commit();
   }
-  // Gradients of scores have places that steps take by turns. A step as the mark numbers them says which, and in which
-  // round: kScoreStages is 3.
+
+  // Gradients of scores have kScoreStages places, which steps take by turns. The mark numbers steps modulo twice as
+  // many, which says the place of a step and the parity of its round.
   __device__ std::uint32_t number() const { return mark >> Facts::kNumberShift & 7; }
   __device__ std::uint32_t last_number() const { return mark >> Facts::kLastNumberShift & 7; }
-  __device__ std::uint32_t score_gradients(std::uint32_t number) const {
-    return anew(block.score_gradients) +
-           number % Config::kScoreStages * static_cast<std::uint32_t>(Config::kScoreBytes);
+  __device__ std::uint32_t score_gradients(std::uint32_t step) const {
+    return anew(block.score_gradients) + step % Config::kScoreStages * static_cast<std::uint32_t>(Config::kScoreBytes);
   }
-  __device__ std::uint32_t score_gradients_full(std::uint32_t number) const {
-    return shared_address(&block.shared.score_gradients_full[number % Config::kScoreStages]);
+  __device__ std::uint32_t score_gradients_full(std::uint32_t step) const {
+    return shared_address(&block.shared.score_gradients_full[step % Config::kScoreStages]);
   }
   // Those of the step before. Before the first step there are none, and nothing is waited for.
   __device__ void wait_for_score_gradients() const {
