@@ -371,7 +371,11 @@ struct BackwardConsumer {
     wait_for_step(0, 0);
     wait(shared_address(&block.shared.keys_full), 0);
     fence_async_proxy();  // keys were not copied by the products' proxy
-    if (has(Facts::kExists)) run_steps();
+    if (has(Facts::kExists)) {
+      run_steps();
+    } else if (!block.shared.block.stores) {
+      return;  // nothing to add
+    }
     store_results();
   }
 
