@@ -33,9 +33,9 @@ MOST_CALLS = 20
 HEAD_START_CYCLES = 3_000_000
 
 
-def seconds_between_events(work: Work) -> float:
+def seconds_between_events(work: Work, head_start_cycles: int = HEAD_START_CYCLES) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START_CYCLES)
+    torch.cuda._sleep(head_start_cycles)
     start.record()
     work()
     stop.record()

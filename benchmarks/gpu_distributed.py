@@ -27,7 +27,7 @@ from common import Comparison, Report, benchmark_parser, describe_machine, peak_
 from flash_dmattn import distributed as split
 from flash_dmattn import dynamic_mask_attention
 from flash_dmattn.distributed.kept_keys import GatheredKeys, kept_keys, prepend_kept
-from gpu_common import check_equal
+from gpu_common import check_equal, seconds_between_events
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -55,13 +55,7 @@ def seconds(work: Work) -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START_CYCLES)
-    start.record()
-    work()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / 1e3
+    return seconds_between_events(work, HEAD_START_CYCLES)
 
 
 @dataclass

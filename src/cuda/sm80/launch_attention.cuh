@@ -39,9 +39,7 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
   const std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
   BackwardParams ordered = params;
   if constexpr (kPlanned) {
-    // Many of the blocks have no keys and end at once: as many as possible are looked at for some that have.
-    const cudaError_t error =
-        order_blocks<Block>(&ordered, blocks, params.processors, kMostOrderedBlocks, false, stream);
+    const cudaError_t error = order_key_blocks<Block>(&ordered, blocks, stream);
     if (error != cudaSuccess) return error;
   }
   const auto launch = [&](auto* kernel) {
