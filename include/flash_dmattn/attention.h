@@ -22,6 +22,19 @@ struct AttentionPlan {
   std::size_t bytes = 0;       // as attention_plan_bytes says
 };
 
+// Each query row sees the keys that its list names. Entry e of a list names the keys e * block_size to
+// e * block_size + block_size - 1 that exist; what begins outside of [0, Sk), such as -1, names none. In any order;
+// repeats count once. Any strides.
+struct KeyIndices {
+  TensorView indices{};  // int32 (B or 1, H or Hkv or 1, Sq or 1, n); n may be 0, which hides all keys
+  // Optional. int32 (B or 1, H or Hkv or 1, Sq or 1): only so many entries of a list count, the first ones (clamped to
+  // [0, n]).
+  TensorView lengths{};
+  std::int64_t block_size = 1;  // 1 to 2^31 - 1
+
+  bool defined() const { return indices.defined() || lengths.defined(); }
+};
+
 // Which keys each query row sees: those that all of its members show. Any strides.
 struct Visibility {
   // Optional. bool, true = visible: (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key
@@ -29,6 +42,8 @@ struct Visibility {
   TensorView mask{};
   // Optional: one interval of query rows per key, as select_keys makes them.
   KeyIntervals intervals{};
+  // Optional: a list of keys per query row.
+  KeyIndices indices{};
   // Optional. int32 (B): only the first seqlens_k[b] keys of batch element b exist (clamped to [0, Sk]).
   TensorView seqlens_k{};
   bool is_causal = false;  // row i sees keys j <= i + n - Sq, n = the keys that exist

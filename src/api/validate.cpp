@@ -119,6 +119,12 @@ std::string show_per_key(const char* name, const TensorView& view, std::int64_t 
   return show(name, view) + ": if that is (B, Sk), make it (B, 1, Sk), in Python " + name + "[:, None, :]";
 }
 
+// How many query heads read one of `heads` heads; 1 without query heads.
+std::int64_t head_divisor(std::int64_t heads, const AttentionProblem& problem) {
+  const std::int64_t divisor = heads == 1 ? problem.heads : heads == problem.heads ? 1 : problem.group();
+  return std::max<std::int64_t>(divisor, 1);
+}
+
 // Reads a mask's or bias's dimensions as (batch, head, row, key); those it lacks have size 1.
 Status make_broadcast(const char* name, const TensorView& view, const AttentionProblem& problem,
                       BroadcastView* result) {
@@ -139,10 +145,17 @@ Status make_broadcast(const char* name, const TensorView& view, const AttentionP
     return Status::invalid(name, "must broadcast to (B, H or Hkv, Sq, Sk) = " + full,
                            show_per_key(name, view, problem.batch, problem.keys));
   }
-  *result = {view.data,  view.dtype, sizes[0],   sizes[1],   sizes[2], sizes[3],
-             strides[0], strides[1], strides[2], strides[3], 1};
-  const std::int64_t heads_per_head = sizes[1] == 1 ? problem.heads : sizes[1] == problem.heads ? 1 : problem.group();
-  result->head_divisor = heads_per_head > 0 ? heads_per_head : 1;  // 0 without query heads
+  *result = {view.data,
+             view.dtype,
+             sizes[0],
+             sizes[1],
+             sizes[2],
+             sizes[3],
+             strides[0],
+             strides[1],
+             strides[2],
+             strides[3],
+             head_divisor(sizes[1], problem)};
   return {};
 }
 
@@ -177,6 +190,56 @@ Status read_intervals(const KeyIntervals& intervals, AttentionProblem* problem) 
   Status status = read_interval_bound("intervals.begin", intervals.begin, problem, &views.begin);
   if (!status.ok()) return status;
   return read_interval_bound("intervals.end", intervals.end, problem, &views.end);
+}
+
+// One of the tensors of KeyIndices: (B or 1, H or Hkv or 1, Sq or 1), and what `rank` adds to these.
+Status read_index_tensor(const char* name, const TensorView& view, int rank, const AttentionProblem& problem,
+                         BroadcastView* result) {
+  if (Status status = check_rank(name, view, rank, rank); !status.ok()) return status;
+  if (view.dtype != DType::kInt32) return Status::invalid(name, "must be int32", show_dtype(name, view.dtype));
+  if (Status status = check_memory(name, view, Layout::kAny); !status.ok()) return status;
+  const Dims& shape = view.shape;
+  const auto fits = [](std::int64_t size, std::int64_t full) { return size == 1 || size == full; };
+  if (!fits(shape[0], problem.batch) || !(fits(shape[1], problem.heads) || shape[1] == problem.key_heads) ||
+      !fits(shape[2], problem.rows)) {
+    return Status::invalid(name,
+                           "must broadcast to (B, H or Hkv, Sq" + std::string(rank == 4 ? ", n) = (" : ") = (") +
+                               std::to_string(problem.batch) + ", " + std::to_string(problem.heads) + " or " +
+                               std::to_string(problem.key_heads) + ", " + std::to_string(problem.rows) +
+                               (rank == 4 ? ", n)" : ")"),
+                           show(name, view));
+  }
+  Dims strides = view.strides;
+  for (int dim = 0; dim < 3; ++dim) {
+    if (shape[dim] == 1) strides[dim] = 0;
+  }
+  *result = {view.data,
+             view.dtype,
+             shape[0],
+             shape[1],
+             shape[2],
+             shape[3],
+             strides[0],
+             strides[1],
+             strides[2],
+             strides[3],
+             head_divisor(shape[1], problem)};
+  return {};
+}
+
+Status read_indices(const KeyIndices& indices, AttentionProblem* problem) {
+  if (!indices.defined()) return {};
+  IndexViews& views = problem->visibility.indices;
+  if (indices.block_size < 1 || indices.block_size > std::numeric_limits<std::int32_t>::max()) {
+    return Status::invalid("indices.block_size", "must be between 1 and 2^31 - 1", std::to_string(indices.block_size));
+  }
+  Status status = read_index_tensor("indices", indices.indices, 4, *problem, &views.entries);
+  if (status.ok()) status = check_length("indices", indices.indices, indices.indices.shape[3]);
+  if (status.ok() && indices.lengths.defined()) {
+    status = read_index_tensor("indices.lengths", indices.lengths, 3, *problem, &views.lengths);
+  }
+  views.block_size = indices.block_size;
+  return status;
 }
 
 Status read_bias(const TensorView& bias, AttentionProblem* problem) {
@@ -216,6 +279,7 @@ Status read_visibility(const Visibility& visibility, AttentionProblem* problem) 
   problem->visibility.is_causal = visibility.is_causal;
   if (Status status = read_mask(visibility.mask, problem); !status.ok()) return status;
   if (Status status = read_intervals(visibility.intervals, problem); !status.ok()) return status;
+  if (Status status = read_indices(visibility.indices, problem); !status.ok()) return status;
   if (Status status = read_seqlens(visibility.seqlens_k, problem); !status.ok()) return status;
   return read_plan(visibility.plan, problem);
 }

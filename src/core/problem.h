@@ -43,10 +43,22 @@ struct IntervalViews {
   constexpr bool defined() const { return begin.defined(); }
 };
 
+// KeyIndices. int32; lists without entries have no memory, but are lists all the same.
+struct IndexViews {
+  BroadcastView entries;        // (batch, head, row, entry): what other views have for every key
+  BroadcastView lengths;        // (batch, head, row); data null: whole lists count
+  std::int64_t block_size = 0;  // 0: no lists
+
+  constexpr bool defined() const { return block_size > 0; }
+  // Whether rows of a head may have different lists.
+  constexpr bool differ_by_row() const { return entries.row_stride != 0 || lengths.row_stride != 0; }
+};
+
 // A call's Visibility as views, which planning reads; what kernels on a GPU see of it is cuda::Visibility.
 struct VisibilityViews {
   BroadcastView mask;  // data null: none
   IntervalViews intervals;
+  IndexViews indices;
   const std::int32_t* seqlens = nullptr;  // null: every key exists
   std::int64_t seqlens_stride = 0;
   bool is_causal = false;

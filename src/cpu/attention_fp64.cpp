@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "cpu/backend.h"
+#include "plan/bits.h"
+#include "plan/index_rows.h"
 
 namespace flash_dmattn::internal::cpu {
 namespace {
@@ -41,6 +43,7 @@ class VisibleRow {
     keys_.reserve(capacity);
     scores_.reserve(capacity);
     slopes_.reserve(capacity);
+    if (problem.visibility.indices.defined()) listed_.resize(static_cast<std::size_t>(words_for(problem.keys)));
   }
 
   void load(std::int64_t b, std::int64_t h, std::int64_t row) {
@@ -50,8 +53,13 @@ class VisibleRow {
     const std::int64_t exist = p_.key_count(b);
     const std::int64_t end = p_.visibility.is_causal ? std::min(exist, row + exist - p_.rows + 1) : exist;
     const double* query = token(p_.query, b, row, h);
+    const IndexViews& indices = p_.visibility.indices;
+    if (indices.defined()) {
+      std::fill(listed_.begin(), listed_.end(), 0);
+      set_listed_bits(indices, row_lists(indices, b, h, row), 0, {0, p_.keys}, listed_.data());
+    }
     for (std::int64_t j = 0; j < end; ++j) {
-      if (!mask_allows(b, h, row, j)) continue;
+      if (!is_listed(j) || !mask_allows(b, h, row, j)) continue;
       double score = p_.scale * dot(query, token(p_.key, b, j, h / p_.group()), p_.head_dim);
       double slope = 1;  // of the score with bias by scale * q.k
       if (p_.softcap > 0) {
@@ -80,6 +88,10 @@ class VisibleRow {
   }
 
  private:
+  bool is_listed(std::int64_t j) const {
+    return listed_.empty() || ((listed_[static_cast<std::size_t>(j / kWordBits)] >> (j % kWordBits)) & 1) != 0;
+  }
+
   bool mask_allows(std::int64_t b, std::int64_t h, std::int64_t row, std::int64_t j) const {
     const IntervalViews& intervals = p_.visibility.intervals;
     if (intervals.defined()) {
@@ -106,6 +118,7 @@ class VisibleRow {
   const AttentionProblem& p_;
   std::vector<std::int64_t> keys_;
   std::vector<double> scores_, slopes_;
+  std::vector<std::uint64_t> listed_;  // a bit for every key; empty: all are
 };
 
 // Calls visit(b, query head, row, what it sees) for every row. Rows of one batch element and key head

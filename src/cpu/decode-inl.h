@@ -38,7 +38,8 @@ class DecodeUnit {
     packed_scores_ = arena_.take<float>(kForwardRowTile * kScoreStride);
   }
 
-  void run(const ForwardProblem& problem, const DecodeParts& parts, std::int64_t index, AttentionCounters* counters) {
+  void run(const ForwardProblem& problem, const IndexRows& lists, const DecodeParts& parts, std::int64_t index,
+           AttentionCounters* counters) {
     problem_ = &problem;
     parts_ = &parts;
     unit_ = schedule_.unit(problem, index);
@@ -49,7 +50,7 @@ class DecodeUnit {
       fill_floats(part.out, parts.rows() * parts.out_stride(), 0.0f);
     }
     load_queries();
-    DecodePlans plans(problem, schedule_, unit_, plans_, counters);
+    DecodePlans plans(problem, lists, schedule_, unit_, plans_, counters);
     while (plans.next()) attend(plans);
     for (std::int64_t key_head = unit_.key_head_begin; key_head < unit_.key_head_end; ++key_head) {
       if (parts.complete(pair(key_head))) merge(key_head);

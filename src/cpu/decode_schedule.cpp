@@ -83,7 +83,7 @@ std::size_t DecodePlans::scratch_bytes(const AttentionProblem& problem, const De
   return passes * aligned(one) + aligned(passes * sizeof(ChunkPlanner)) + aligned(passes * sizeof(ChunkPlan*));
 }
 
-DecodePlans::DecodePlans(const AttentionProblem& problem, const DecodeSchedule& schedule,
+DecodePlans::DecodePlans(const AttentionProblem& problem, const IndexRows& lists, const DecodeSchedule& schedule,
                          const DecodeSchedule::Unit& unit, void* scratch, AttentionCounters* counters)
     : problem_(problem),
       schedule_(schedule),
@@ -100,7 +100,7 @@ DecodePlans::DecodePlans(const AttentionProblem& problem, const DecodeSchedule& 
   const std::size_t one = ChunkPlanner::span_scratch_bytes(problem, kDecodeRows, kDecodeRows, schedule.plan_keys);
   for (std::size_t pass = 0; pass < passes; ++pass) {
     new (planners_ + pass)
-        ChunkPlanner(problem, kDecodeRows, kDecodeRows, schedule.plan_keys, arena.take<std::byte>(one));
+        ChunkPlanner(problem, lists, kDecodeRows, kDecodeRows, schedule.plan_keys, arena.take<std::byte>(one));
   }
 }
 

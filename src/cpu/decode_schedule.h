@@ -54,8 +54,9 @@ class DecodePlans {
   static std::size_t scratch_bytes(const AttentionProblem&, const DecodeSchedule&);
 
   // counters: null if nobody counts.
-  DecodePlans(const AttentionProblem&, const DecodeSchedule&, const DecodeSchedule::Unit&, void* scratch,
-              AttentionCounters*);
+  // lists: built.
+  DecodePlans(const AttentionProblem&, const IndexRows& lists, const DecodeSchedule&, const DecodeSchedule::Unit&,
+              void* scratch, AttentionCounters*);
 
   bool next();  // plans the next keys; false if there are none
   int passes() const { return passes_; }

@@ -142,6 +142,7 @@ struct DecodeSetup {
   ChosenKernels chosen;
   DecodeSchedule schedule;
   int workers;
+  void* lists;
   DecodeParts parts;
   WorkerScratch scratch;
 
@@ -149,6 +150,7 @@ struct DecodeSetup {
       : chosen(choose_kernels(problem.dtype)),
         schedule(make_decode_schedule(problem)),
         workers(decode_worker_count(problem, schedule, executor.concurrency())),
+        lists(arena->take<std::byte>(IndexRows::bytes(problem))),
         parts(problem, schedule, arena),
         scratch(workers, chosen.kernels->decode_scratch(problem, schedule), arena) {}
 };
@@ -200,9 +202,11 @@ void decode(const ForwardProblem& problem, void* workspace, Executor& executor, 
   const Kernels& kernels = *setup.chosen.kernels;
   const bool logs = logging();
   WorkerCounters counted(counters != nullptr || logs ? setup.workers : 0);
+  const IndexRows lists = build_lists(problem, setup.lists, setup.workers, executor);
   setup.parts.start();
   run_units(setup.schedule.units, setup.workers, executor, kernels, [&](std::int64_t unit, int worker) {
-    kernels.decode_unit(problem, setup.schedule, setup.parts, unit, setup.scratch.of(worker), counted.of(worker));
+    kernels.decode_unit(problem, lists, setup.schedule, setup.parts, unit, setup.scratch.of(worker),
+                        counted.of(worker));
   });
   const AttentionCounters sum = counted.sum(problem, kDecodeRows);
   if (counters != nullptr) add_counters(sum, counters);

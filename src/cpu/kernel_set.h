@@ -21,10 +21,10 @@ struct Kernels {
   // Whether forward and backward multiply pairs of 16-bit floats, rather than single precision.
   bool multiplies_pairs = false;
 
-  // Of calls with few query rows. All units share `parts`; the last of a key head writes the results.
+  // Of calls with few query rows. All units share `lists`, and `parts`; the last of a key head writes the results.
   std::size_t (*decode_scratch)(const AttentionProblem&, const DecodeSchedule&) = nullptr;
-  void (*decode_unit)(const ForwardProblem&, const DecodeSchedule&, const DecodeParts& parts, std::int64_t unit,
-                      void* scratch, AttentionCounters*) = nullptr;
+  void (*decode_unit)(const ForwardProblem&, const IndexRows& lists, const DecodeSchedule&, const DecodeParts& parts,
+                      std::int64_t unit, void* scratch, AttentionCounters*) = nullptr;
 
   // `sums` is memory that all units share; after the last unit finish_part turns it into the gradients.
   std::size_t (*backward_scratch)(const BackwardProblem&, const BackwardSchedule&) = nullptr;

@@ -20,9 +20,9 @@ constexpr Kernels make_kernels() {
   };
   kernels.multiplies_pairs = Products::kMultipliesPairs;
   kernels.decode_scratch = DecodeUnit<Products, T>::scratch_bytes;
-  kernels.decode_unit = [](const ForwardProblem& problem, const DecodeSchedule& schedule, const DecodeParts& parts,
-                           std::int64_t unit, void* scratch, AttentionCounters* counters) {
-    DecodeUnit<Products, T>(problem, schedule, scratch).run(problem, parts, unit, counters);
+  kernels.decode_unit = [](const ForwardProblem& problem, const IndexRows& lists, const DecodeSchedule& schedule,
+                           const DecodeParts& parts, std::int64_t unit, void* scratch, AttentionCounters* counters) {
+    DecodeUnit<Products, T>(problem, schedule, scratch).run(problem, lists, parts, unit, counters);
   };
   kernels.backward_scratch = BackwardUnit<Products, T>::scratch_bytes;
   kernels.backward_sums = [](const BackwardProblem& problem, const BackwardSchedule& schedule) {

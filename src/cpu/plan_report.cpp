@@ -12,7 +12,7 @@
 namespace flash_dmattn::internal::cpu {
 namespace {
 
-// Memory of the indices and of one planner for every worker.
+// Memory of the indices (of intervals, or the lists of few rows) and of one planner for every worker.
 class PlanMemory {
  public:
   PlanMemory(const AttentionProblem& problem, const ForwardSchedule& schedule, int workers)
@@ -95,10 +95,12 @@ std::size_t count_plans(const AttentionProblem& problem, const ForwardSchedule& 
 std::size_t count_decode_plans(const AttentionProblem& problem, const DecodeSchedule& schedule, Executor& executor,
                                AttentionCounters* counters) {
   const int workers = decode_worker_count(problem, schedule, executor.concurrency());
-  const PlanMemory memory(0, DecodePlans::scratch_bytes(problem, schedule), workers);
+  const PlanMemory memory(IndexRows::bytes(problem), DecodePlans::scratch_bytes(problem, schedule), workers);
+  const IndexRows lists = build_lists(problem, memory.indices(), workers, executor);
   WorkerCounters counted(workers);
   run_units(schedule.units, workers, executor, Kernels{}, [&](std::int64_t index, int worker) {
-    DecodePlans plans(problem, schedule, schedule.unit(problem, index), memory.planner(worker), counted.of(worker));
+    DecodePlans plans(problem, lists, schedule, schedule.unit(problem, index), memory.planner(worker),
+                      counted.of(worker));
     while (plans.next()) continue;
   });
   *counters = counted.sum(problem, kDecodeRows);

@@ -1,6 +1,7 @@
 #include "cpu/schedule.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "cpu/config.h"
 #include "cpu/rounding.h"
@@ -14,6 +15,8 @@ constexpr int kNominalConcurrency = 8;
 constexpr std::int64_t kUnitsPerWorker = 4;
 // A chunk's bitmap stays below this.
 constexpr std::int64_t kMaxBitmapBytes = 8 << 20;
+// Rows of a chunk whose rows have lists of keys of their own, at most.
+constexpr std::int64_t kListedChunkRows = 128;
 // Rows of a strip of the bias's gradient: Sk floats each.
 constexpr int kStripRows = 2 * kBackwardRowTile;
 
@@ -30,6 +33,8 @@ int choose_chunk_rows(const AttentionProblem& problem, int pass_heads, int row_t
   while (rows > smallest && units_per_chunk * ceil_div(problem.rows, rows) < target_units) {
     rows = std::max(smallest, round_up(rows / 2, row_tile));
   }
+  // Neighbouring rows choose alike, the farther apart the less: a larger chunk would compute more that no row keeps.
+  if (problem.visibility.indices.differ_by_row()) rows = std::min(rows, round_up(kListedChunkRows, row_tile));
   if (needs_bitmap(problem.visibility)) {
     const std::int64_t fitting = kMaxBitmapBytes * 8 / std::max<std::int64_t>(problem.keys, 1);
     rows = std::min(rows, std::max<std::int64_t>(fitting / row_tile * row_tile, row_tile));
@@ -53,8 +58,10 @@ std::int64_t choose_splits(std::int64_t groups, std::int64_t concurrency, std::i
 bool plan_is_shared_in_group(const AttentionProblem& problem) {
   const std::int64_t group = problem.group();
   const VisibilityViews& visibility = problem.visibility;
-  return is_shared_in_group(visibility.mask, group) && is_shared_in_group(visibility.intervals.begin, group) &&
-         is_shared_in_group(visibility.intervals.end, group);
+  const BroadcastView* views[] = {&visibility.mask, &visibility.intervals.begin, &visibility.intervals.end,
+                                  &visibility.indices.entries, &visibility.indices.lengths};
+  return std::all_of(std::begin(views), std::end(views),
+                     [&](const BroadcastView* view) { return is_shared_in_group(*view, group); });
 }
 
 ForwardSchedule make_forward_schedule(const AttentionProblem& problem, int concurrency) {
@@ -65,8 +72,8 @@ ForwardSchedule make_forward_schedule(const AttentionProblem& problem, int concu
   schedule.chunk_rows =
       choose_chunk_rows(problem, schedule.pass_heads, kForwardRowTile, problem.batch * problem.key_heads, target_units);
   schedule.chunks = ceil_div(problem.rows, schedule.chunk_rows);
-  if (mask_differs_by_row_and_key(problem.visibility) && problem.visibility.mask.head_stride == 0) {
-    // Reading the mask costs as much as several products: share the plan as far as the workers allow.
+  if (differs_by_row_and_key(problem.visibility) && !differs_by_head(problem.visibility)) {
+    // Reading a mask costs as much as several products: share the plan as far as the workers allow.
     const std::int64_t runs = ceil_div(target_units, problem.batch * schedule.chunks);
     schedule.unit_key_heads = ceil_div(problem.key_heads, std::min(runs, problem.key_heads));
   }

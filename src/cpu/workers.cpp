@@ -31,6 +31,15 @@ IntervalIndices build_indices(const AttentionProblem& problem, void* memory, Exe
   return indices;
 }
 
+IndexRows build_lists(const AttentionProblem& problem, void* memory, int workers, Executor& executor) {
+  const IndexRows lists(problem, memory);
+  const int used = static_cast<int>(std::min<std::int64_t>(workers, lists.size()));
+  if (used > 0) {
+    run_units(lists.size(), used, executor, Kernels{}, [&](std::int64_t position, int) { lists.build(position); });
+  }
+  return lists;
+}
+
 void add_counters(const AttentionCounters& counted, AttentionCounters* total) {
   total->tiles_visited += counted.tiles_visited;
   total->tiles_partial += counted.tiles_partial;

@@ -12,6 +12,7 @@
 #include "cpu/kernel_set.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/executor.h"
+#include "plan/index_rows.h"
 #include "plan/interval_index.h"
 
 namespace flash_dmattn::internal::cpu {
@@ -52,6 +53,9 @@ class WorkerScratch {
 
 // The indices of all heads, built, in IntervalIndices::bytes of `memory`.
 IntervalIndices build_indices(const AttentionProblem&, void* memory, Executor&);
+
+// The lists of all rows, packed, in IndexRows::bytes of `memory`.
+IndexRows build_lists(const AttentionProblem&, void* memory, int workers, Executor&);
 
 void add_counters(const AttentionCounters& counted, AttentionCounters* total);
 

@@ -17,6 +17,7 @@ struct Scratch {
   std::int32_t* entries;
   IntervalIndex index;
   std::uint64_t* row_bits;
+  std::uint64_t* mask_bits;
   std::uint64_t* key_union;
   std::uint64_t* bits;
   TileClass* classes;
@@ -32,12 +33,14 @@ Scratch take_scratch(const AttentionProblem& problem, int chunk_rows, int row_ti
   scratch.prefix = arena.take<std::int32_t>(rows);
   scratch.classes = arena.take<TileClass>(rows / row_tile * words);
   const bool has_intervals = problem.visibility.intervals.defined();
+  const bool has_mask = problem.visibility.mask.defined(), has_lists = problem.visibility.indices.defined();
   if (has_intervals) {
     scratch.entries = arena.take<std::int32_t>(static_cast<std::size_t>(keys));
     if (has_index) scratch.index = take_index(arena, keys);
     scratch.row_bits = arena.take<std::uint64_t>(words);
   }
-  if (problem.visibility.mask.defined() || has_intervals) {
+  if (has_mask && has_lists) scratch.mask_bits = arena.take<std::uint64_t>(words);
+  if (has_mask || has_lists || has_intervals) {
     scratch.keys = arena.take<std::int32_t>(static_cast<std::size_t>(keys));
     scratch.key_union = arena.take<std::uint64_t>(words);
   }
@@ -48,13 +51,22 @@ Scratch take_scratch(const AttentionProblem& problem, int chunk_rows, int row_ti
 
 }  // namespace
 
-bool mask_differs_by_row_and_key(const VisibilityViews& visibility) {
+bool differs_by_row_and_key(const VisibilityViews& visibility) {
   const BroadcastView& mask = visibility.mask;
-  return mask.defined() && mask.row_stride != 0 && mask.key_stride != 0;
+  const IndexViews& indices = visibility.indices;
+  const bool mask_differs_by_row = mask.defined() && mask.row_stride != 0;
+  if (indices.defined()) return mask_differs_by_row || indices.differ_by_row();
+  return mask_differs_by_row && mask.key_stride != 0;
+}
+
+bool differs_by_head(const VisibilityViews& visibility) {
+  const BroadcastView& mask = visibility.mask;
+  const IndexViews& indices = visibility.indices;
+  return mask.head_stride != 0 || indices.entries.head_stride != 0 || indices.lengths.head_stride != 0;
 }
 
 bool needs_bitmap(const VisibilityViews& visibility) {
-  return mask_differs_by_row_and_key(visibility) || visibility.intervals.defined();
+  return differs_by_row_and_key(visibility) || visibility.intervals.defined();
 }
 
 std::int64_t count_visible(const ChunkPlan& plan) {
@@ -96,11 +108,15 @@ void count_visited_tiles(const ChunkPlan& plan, int heads, AttentionCounters* co
 // not a reason to keep a range, in which hidden keys, whose numbers may be NaN, would have to be left out all the same.
 const char* plan_rule(const VisibilityViews& visibility) {
   const bool has_intervals = visibility.intervals.defined();
+  if (visibility.indices.defined()) {
+    return needs_bitmap(visibility) ? "lists of keys: keys that a row sees, listed unless neighbours; a bitmap"
+                                    : "one list of keys: its keys listed unless neighbours; every row a prefix";
+  }
   if (has_intervals && !visibility.mask.defined()) {
     return "intervals: keys listed by when they leave, unless they are neighbours; a bitmap";
   }
   if (has_intervals) return "intervals and mask: keys that a row sees, listed unless neighbours; a bitmap";
-  if (mask_differs_by_row_and_key(visibility)) {
+  if (differs_by_row_and_key(visibility)) {
     return "mask by row and key: keys that a row sees, listed unless neighbours; a bitmap";
   }
   if (visibility.mask.defined() && visibility.mask.key_stride != 0) {
@@ -120,15 +136,15 @@ std::size_t ChunkPlanner::span_scratch_bytes(const AttentionProblem& problem, in
 
 ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndices& indices, int chunk_rows,
                            int row_tile, void* scratch)
-    : ChunkPlanner(problem, &indices, chunk_rows, row_tile, problem.keys, scratch) {}
+    : ChunkPlanner(problem, &indices, nullptr, chunk_rows, row_tile, problem.keys, scratch) {}
 
-ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, int chunk_rows, int row_tile, std::int64_t span_keys,
-                           void* scratch)
-    : ChunkPlanner(problem, nullptr, chunk_rows, row_tile, span_keys, scratch) {}
+ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IndexRows& lists, int chunk_rows, int row_tile,
+                           std::int64_t span_keys, void* scratch)
+    : ChunkPlanner(problem, nullptr, &lists, chunk_rows, row_tile, span_keys, scratch) {}
 
-ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndices* indices, int chunk_rows,
-                           int row_tile, std::int64_t keys, void* block)
-    : problem_(problem), indices_(indices) {
+ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndices* indices, const IndexRows* lists,
+                           int chunk_rows, int row_tile, std::int64_t keys, void* block)
+    : problem_(problem), indices_(indices), lists_(lists) {
   const Scratch scratch = take_scratch(problem, chunk_rows, row_tile, keys, indices == nullptr, block);
   prefix_ = scratch.prefix;
   keys_ = scratch.keys;
@@ -136,6 +152,7 @@ ChunkPlanner::ChunkPlanner(const AttentionProblem& problem, const IntervalIndice
   index_ = scratch.index;
   union_ = scratch.key_union;
   row_bits_ = scratch.row_bits;
+  mask_bits_ = scratch.mask_bits;
   bits_ = scratch.bits;
   classes_ = scratch.classes;
   plan_.row_tile = row_tile;
@@ -155,6 +172,7 @@ const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::
                                     KeySpan span) {
   const BroadcastView& mask = problem_.visibility.mask;
   const IntervalViews& intervals = problem_.visibility.intervals;
+  const IndexViews& indices = problem_.visibility.indices;
   Source source;
   source.key_limit = problem_.key_count(batch);
   source.row_begin = row_begin;
@@ -168,6 +186,10 @@ const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::
     source.begins = static_cast<const std::int32_t*>(intervals.begin.data) + intervals.begin.offset(batch, head);
     source.ends = static_cast<const std::int32_t*>(intervals.end.data) + intervals.end.offset(batch, head);
   }
+  if (indices.defined()) {
+    source.lists = row_lists(indices, batch, head, row_begin);
+    if (lists_ != nullptr) source.packed_lists = lists_->row(batch, head, row_begin);
+  }
   if (source == source_) return plan_;
   source_ = source;
 
@@ -180,17 +202,17 @@ const ChunkPlan& ChunkPlanner::plan(std::int64_t batch, std::int64_t head, std::
   plan_.classes = classes_;
   if (intervals.defined()) {
     const IntervalIndex index = index_of(batch, head, span);
-    if (mask.defined()) {
-      plan_bitmap(source.mask, &index);
+    if (mask.defined() || indices.defined()) {
+      plan_bitmap(&index);
     } else {
       plan_intervals(index);
     }
-  } else if (mask_differs_by_row_and_key(problem_.visibility)) {
-    plan_bitmap(source.mask, nullptr);
-  } else if (mask.defined() && mask.key_stride != 0) {
-    plan_key_list(source.mask);
+  } else if (differs_by_row_and_key(problem_.visibility)) {
+    plan_bitmap(nullptr);
+  } else if (indices.defined() || (mask.defined() && mask.key_stride != 0)) {
+    plan_key_list();
   } else {
-    plan_prefixes(source.mask);
+    plan_prefixes();
   }
   classify();
   return plan_;
@@ -202,18 +224,43 @@ std::int64_t ChunkPlanner::allowed_keys(std::int64_t row) const {
   return std::clamp<std::int64_t>(limit, source_.span.begin, source_.span.end) - source_.span.begin;
 }
 
-void ChunkPlanner::plan_prefixes(const std::uint8_t* mask) {
+void ChunkPlanner::load_mask_row(int row, std::int64_t limit, std::uint64_t* words) const {
+  const BroadcastView& mask = problem_.visibility.mask;
+  pack_bools(source_.mask + row * mask.row_stride, mask.key_stride, limit, words);
+}
+
+void ChunkPlanner::load_list(int row, std::int64_t limit, std::uint64_t* words) const {
+  const std::int64_t count = words_for(limit);
+  if (lists_ == nullptr) {
+    std::fill_n(words, count, 0);
+    const KeySpan keys = {source_.span.begin, source_.span.begin + limit};
+    return set_listed_bits(problem_.visibility.indices, source_.lists, row, keys, words);
+  }
+  // Spans begin with a word.
+  std::copy_n(source_.packed_lists + row * lists_->row_pitch() + source_.span.begin / kWordBits, count, words);
+  if (count > 0) words[count - 1] &= low_bits(limit - (count - 1) * kWordBits);
+}
+
+void ChunkPlanner::load_row(int row, std::int64_t limit, std::uint64_t* words) {
+  if (!problem_.visibility.indices.defined()) return load_mask_row(row, limit, words);
+  load_list(row, limit, words);
+  if (source_.mask == nullptr) return;
+  load_mask_row(row, limit, mask_bits_);
+  for (std::int64_t word = 0; word < words_for(limit); ++word) words[word] &= mask_bits_[word];
+}
+
+void ChunkPlanner::plan_prefixes() {
   plan_.key_count = 0;
   for (int row = 0; row < plan_.rows; ++row) {
-    const bool row_visible = mask == nullptr || mask[row * problem_.visibility.mask.row_stride] != 0;
+    const bool row_visible = source_.mask == nullptr || source_.mask[row * problem_.visibility.mask.row_stride] != 0;
     prefix_[row] = row_visible ? static_cast<std::int32_t>(allowed_keys(plan_.row_begin + row)) : 0;
     plan_.key_count = std::max(plan_.key_count, prefix_[row]);
   }
 }
 
-void ChunkPlanner::plan_key_list(const std::uint8_t* mask) {
+void ChunkPlanner::plan_key_list() {
   const std::int64_t limit = allowed_keys(plan_.row_begin + plan_.rows - 1);
-  pack_bools(mask, problem_.visibility.mask.key_stride, limit, union_);
+  load_row(0, limit, union_);
   list_keys(union_, words_for(limit));
   // Limits grow with the row: one walk over the list ranks them all.
   std::int32_t rank = 0;
@@ -224,7 +271,7 @@ void ChunkPlanner::plan_key_list(const std::uint8_t* mask) {
   }
 }
 
-void ChunkPlanner::plan_bitmap(const std::uint8_t* mask, const IntervalIndex* index) {
+void ChunkPlanner::plan_bitmap(const IntervalIndex* index) {
   const std::int64_t words = words_for(allowed_keys(plan_.row_begin + plan_.rows - 1));
   if (index != nullptr) {
     std::int64_t count = 0;
@@ -237,11 +284,11 @@ void ChunkPlanner::plan_bitmap(const std::uint8_t* mask, const IntervalIndex* in
   for (int row = 0; row < plan_.rows; ++row) {
     const std::int64_t limit = allowed_keys(plan_.row_begin + row);
     std::uint64_t* bits = bits_ + row * words;
-    std::uint64_t* mask_bits = index != nullptr ? row_bits_ : bits;
-    pack_bools(mask + row * problem_.visibility.mask.row_stride, problem_.visibility.mask.key_stride, limit, mask_bits);
-    std::fill(mask_bits + words_for(limit), mask_bits + words, 0);
+    std::uint64_t* row_bits = index != nullptr ? row_bits_ : bits;
+    load_row(row, limit, row_bits);
+    std::fill(row_bits + words_for(limit), row_bits + words, 0);
     for (std::int64_t word = 0; word < words; ++word) {
-      bits[word] &= mask_bits[word];  // itself without intervals
+      bits[word] &= row_bits[word];  // itself without intervals
       union_[word] |= bits[word];
     }
   }

@@ -1,5 +1,5 @@
 // The plan of a chunk: which keys a few hundred neighbouring query rows see. Everything that hides keys
-// (mask, intervals, causal rule, lengths) becomes one list of keys that some row of the chunk sees, and per
+// (mask, intervals, lists, causal rule, lengths) becomes one list of keys that some row of the chunk sees, and per
 // row either a prefix of that list or a bitmap over it. Kernels know nothing else about masks.
 #pragma once
 
@@ -8,6 +8,7 @@
 
 #include "core/problem.h"
 #include "plan/bits.h"
+#include "plan/index_rows.h"
 #include "plan/interval_index.h"
 
 namespace flash_dmattn::internal {
@@ -61,8 +62,12 @@ void count_visited_tiles(const ChunkPlan&, int heads, AttentionCounters*);
 // How keys are listed and rows told apart, in words.
 const char* plan_rule(const VisibilityViews&);
 
-// Whether the mask has an entry of its own for every row and key, so that planning reads all of it.
-bool mask_differs_by_row_and_key(const VisibilityViews&);
+// Whether there is a mask with an entry of its own for every row and key, or a list for every row, so that planning
+// reads something of each row.
+bool differs_by_row_and_key(const VisibilityViews&);
+
+// Whether query heads have different masks or lists.
+bool differs_by_head(const VisibilityViews&);
 
 // Whether rows may differ in more than the length of a prefix.
 bool needs_bitmap(const VisibilityViews&);
@@ -77,9 +82,10 @@ class ChunkPlanner {
   ChunkPlanner(const AttentionProblem&, const IntervalIndices& indices, int chunk_rows, int row_tile, void* scratch);
 
   // The same for plans of at most `span_keys` neighbouring keys. Few rows make many of them, by workers that share
-  // nothing: instead of indices for all keys, each plan indexes the intervals of its own.
+  // nothing: instead of indices for all keys, each plan indexes the intervals of its own. `lists`: built.
   static std::size_t span_scratch_bytes(const AttentionProblem&, int chunk_rows, int row_tile, std::int64_t span_keys);
-  ChunkPlanner(const AttentionProblem&, int chunk_rows, int row_tile, std::int64_t span_keys, void* scratch);
+  ChunkPlanner(const AttentionProblem&, const IndexRows& lists, int chunk_rows, int row_tile, std::int64_t span_keys,
+               void* scratch);
 
   // The plan of rows [row_begin, row_begin + rows) of query head `head`, for all keys or those of a span; valid until
   // the next call. Asking for the same plan again, or for that of a head with the same mask, costs nothing.
@@ -91,20 +97,26 @@ class ChunkPlanner {
   struct Source {
     const std::uint8_t* mask = nullptr;  // of the chunk's first row and the span's first key
     const std::int32_t *begins = nullptr, *ends = nullptr;
+    RowLists lists;                               // of the chunk's first row
+    const std::uint64_t* packed_lists = nullptr;  // the same, read instead where all lists are packed
     std::int64_t key_limit = -1, row_begin = -1;
     KeySpan span;
     int rows = 0;
     bool operator==(const Source&) const = default;
   };
 
-  ChunkPlanner(const AttentionProblem&, const IntervalIndices* indices, int chunk_rows, int row_tile, std::int64_t keys,
-               void* scratch);
+  ChunkPlanner(const AttentionProblem&, const IntervalIndices* indices, const IndexRows* lists, int chunk_rows,
+               int row_tile, std::int64_t keys, void* scratch);
 
   IntervalIndex index_of(std::int64_t batch, std::int64_t head, KeySpan span) const;
   std::int64_t allowed_keys(std::int64_t row) const;  // so many of the span, the first ones, by length and causal rule
-  void plan_prefixes(const std::uint8_t* mask);       // no mask, or one that hides whole rows
-  void plan_key_list(const std::uint8_t* mask);       // a mask that is the same for every row
-  void plan_bitmap(const std::uint8_t* mask, const IntervalIndex* index);
+  // Of the first `limit` keys of the span those that mask and list show a row of the chunk.
+  void load_row(int row, std::int64_t limit, std::uint64_t* words);
+  void load_mask_row(int row, std::int64_t limit, std::uint64_t* words) const;
+  void load_list(int row, std::int64_t limit, std::uint64_t* words) const;
+  void plan_prefixes();  // no mask, or one that hides whole rows
+  void plan_key_list();  // a mask or list that is the same for every row
+  void plan_bitmap(const IntervalIndex* index);
   void plan_intervals(const IntervalIndex& index);
   void spread_intervals(const IntervalIndex& index, const std::int32_t* entries, std::int64_t count, bool by_key,
                         std::int64_t words);
@@ -113,6 +125,7 @@ class ChunkPlanner {
 
   const AttentionProblem& problem_;
   const IntervalIndices* indices_;  // null: a plan makes `index_` of its own keys
+  const IndexRows* lists_;          // null: lists are read where they are
   Source source_;
   ChunkPlan plan_;
   std::int32_t* prefix_;
@@ -121,6 +134,7 @@ class ChunkPlanner {
   IntervalIndex index_;
   std::uint64_t* union_;
   std::uint64_t* row_bits_;
+  std::uint64_t* mask_bits_;  // of a row, where there are lists beside the mask
   std::uint64_t* bits_;
   TileClass* classes_;
 };

@@ -142,6 +142,8 @@ const Variant kVariants[] = {
     {.name = "lengths", .bias = {1, 1, 7}, .seqlens = {3, 9}, .is_causal = true},
     {.name = "no_length", .bias = {2, 4, 5, 7}, .seqlens = {0, -4}},
     {.name = "softcap", .bias = {2, 4, 5, 7}, .softcap = 1.5},
+    {.name = "lists", .bias = {2, 4, 5, 7}, .indices = {2, 2, 5, 3}, .has_lengths = true},
+    {.name = "lists_of_blocks", .mask = {2, 1, 7}, .is_causal = true, .indices = {1, 1, 5, 2}, .block_size = 3},
     {.name = "nothing_visible", .mask = {1, 1, 1, 1}, .bias = {5, 7}, .density = 0},
 };
 

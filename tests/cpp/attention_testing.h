@@ -138,6 +138,9 @@ struct Variant {
   double softcap = 0;
   double density = 0.6;  // of visible keys in the mask
   bool float_bias = false;
+  std::vector<std::int64_t> indices = {};  // of lists of keys
+  bool has_lengths = false;                // of the lists
+  std::int64_t block_size = 1;
 };
 
 inline void PrintTo(const Variant& variant, std::ostream* os) { *os << variant.name; }
@@ -172,9 +175,10 @@ class SerialExecutor : public Executor {
 
 // The tensors of a forward and backward call.
 struct Call {
-  Tensor query, key, value, mask, bias, seqlens, dout, dlse;
+  Tensor query, key, value, mask, bias, seqlens, indices, lengths, dout, dlse;
   Tensor out, lse, row_stats, dquery, dkey, dvalue, dbias;
   bool is_causal = false;
+  std::int64_t block_size = 1;
   AttentionOptions options;
 
   Call(const Variant& variant, DType dtype, unsigned seed = 1) {
@@ -200,6 +204,17 @@ struct Call {
     if (!variant.seqlens.empty()) {
       seqlens = Tensor(DType::kInt32, {s.batch});
       for (std::size_t b = 0; b < variant.seqlens.size(); ++b) seqlens.set(b, variant.seqlens[b]);
+    }
+    if (!variant.indices.empty()) {
+      // Some entries lie outside of the keys, some are there twice.
+      const std::int64_t blocks = s.keys / variant.block_size + 1;
+      indices = Tensor(DType::kInt32, variant.indices);
+      indices.fill([&] { return static_cast<double>(random() % static_cast<unsigned>(blocks + 3)) - 2; });
+      block_size = variant.block_size;
+    }
+    if (variant.has_lengths) {
+      lengths = Tensor(DType::kInt32, {variant.indices[0], variant.indices[1], variant.indices[2]});
+      lengths.fill([&] { return static_cast<double>(random() % static_cast<unsigned>(variant.indices[3] + 4)) - 2; });
     }
     options.softcap = variant.softcap;
     is_causal = variant.is_causal;
@@ -235,7 +250,10 @@ struct Call {
             .key = key.view(),
             .value = value.view(),
             .bias = bias.view(),
-            .visibility = {.mask = mask.view(), .seqlens_k = seqlens.view(), .is_causal = is_causal}};
+            .visibility = {.mask = mask.view(),
+                           .indices = {indices.view(), lengths.view(), block_size},
+                           .seqlens_k = seqlens.view(),
+                           .is_causal = is_causal}};
   }
   AttentionOutputs outputs() const { return {out.view(), lse.view(), row_stats.view()}; }
   AttentionCotangents cotangents() const {
@@ -267,10 +285,22 @@ struct Call {
     }
     if (j >= exist) return false;
     if (is_causal && j > row + exist - query.shape()[1]) return false;
+    if (indices.defined() && !is_listed(b, h, row, j)) return false;
     return !mask.defined() || mask.get(broadcast_index(mask, b, h, row, j)) != 0;
   }
 
-  // The element of a mask or bias that the score (b, h, row, j) reads.
+  bool is_listed(std::int64_t b, std::int64_t h, std::int64_t row, std::int64_t j) const {
+    const std::size_t list = broadcast_index(indices, b, h, row, 0);
+    auto count = static_cast<double>(indices.shape()[3]);
+    if (lengths.defined()) count = std::min(count, lengths.get(list / static_cast<std::size_t>(indices.shape()[3])));
+    for (std::size_t e = 0; static_cast<double>(e) < count; ++e) {
+      const auto first = static_cast<std::int64_t>(indices.get(list + e)) * block_size;
+      if (first >= 0 && first <= j && j < first + block_size) return true;
+    }
+    return false;
+  }
+
+  // The element of a mask or bias, or of lists, that the score (b, h, row, j) reads.
   std::size_t broadcast_index(const Tensor& tensor, std::int64_t b, std::int64_t h, std::int64_t row,
                               std::int64_t j) const {
     std::vector<std::int64_t> s = tensor.shape();

@@ -82,6 +82,20 @@ TensorView broadcast_view(Decisions& decisions, DType dtype, const FuzzSizes& s)
   }
 }
 
+// Lists of keys, or none.
+KeyIndices key_indices(Decisions& decisions, const FuzzSizes& s) {
+  const auto one_or = [&](std::int64_t full) { return decisions.byte() % 2 ? 1 : full; };
+  if (decisions.byte() % 2) return {};
+  const std::int64_t heads = decisions.byte() % 2 ? s.heads : s.key_heads;
+  KeyIndices indices;
+  indices.indices = view(decisions, DType::kInt32, 4, {one_or(s.batch), one_or(heads), one_or(s.rows), 5});
+  if (decisions.byte() % 2) {
+    indices.lengths = view(decisions, DType::kInt32, 3, {one_or(s.batch), one_or(heads), one_or(s.rows), 0});
+  }
+  if (decisions.rarely()) indices.block_size = any_size(decisions);
+  return indices;
+}
+
 TensorView maybe(Decisions& decisions, const TensorView& tensor) {
   return decisions.byte() % 2 ? tensor : TensorView{};
 }
@@ -94,8 +108,12 @@ void require_sound(const BroadcastView& view, const AttentionProblem& p) {
   require(view.head_divisor > 0);
   require(p.heads == 0 || (p.heads - 1) / view.head_divisor < view.heads || view.heads == 0);
   require(view.rows == 1 || view.rows == p.rows);
-  require(view.keys == 1 || view.keys == p.keys);
   require(view.rows != 1 || view.row_stride == 0);
+}
+
+void require_sound_by_key(const BroadcastView& view, const AttentionProblem& p) {
+  require_sound(view, p);
+  require(view.keys == 1 || view.keys == p.keys);
   require(view.keys != 1 || view.key_stride == 0);
 }
 
@@ -113,8 +131,13 @@ void require_sound(const Status& status, const AttentionProblem& p) {
   require(p.batch * p.heads * p.rows < std::int64_t{1} << 44 && p.batch * p.heads * p.keys < std::int64_t{1} << 44);
   std::int64_t scores = 0;
   require(!__builtin_mul_overflow(p.batch * p.heads, p.rows * p.keys, &scores));
-  if (p.visibility.mask.defined()) require_sound(p.visibility.mask, p);
-  if (p.bias.defined()) require_sound(p.bias, p);
+  if (p.visibility.mask.defined()) require_sound_by_key(p.visibility.mask, p);
+  if (p.bias.defined()) require_sound_by_key(p.bias, p);
+  const IndexViews& indices = p.visibility.indices;
+  require(indices.block_size >= 0 && indices.block_size < std::int64_t{1} << 31);
+  if (indices.entries.defined()) require_sound(indices.entries, p);
+  if (indices.lengths.defined()) require_sound(indices.lengths, p);
+  require(indices.defined() || !indices.lengths.defined());
   require(p.visibility.plan.data != nullptr || p.visibility.plan.bytes == 0);
   require(reinterpret_cast<std::uintptr_t>(p.visibility.plan.data) % kMemoryAlignment == 0);
 }
@@ -147,6 +170,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   AttentionInputs inputs{query_like(), key_like(), key_like()};
   inputs.visibility.mask = broadcast_view(decisions, DType::kBool, s);
   inputs.bias = broadcast_view(decisions, bias_dtype, s);
+  inputs.visibility.indices = key_indices(decisions, s);
   inputs.visibility.seqlens_k = maybe(decisions, view(decisions, DType::kInt32, 1, {s.batch}));
   if (decisions.rarely()) {
     inputs.visibility.plan = {reinterpret_cast<void*>(std::uintptr_t{decisions.byte()}), decisions.byte()};

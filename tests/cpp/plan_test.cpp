@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -73,6 +75,18 @@ bool sees(const AttentionProblem& problem, std::int64_t b, std::int64_t h, std::
     const auto* end = static_cast<const std::int32_t*>(problem.visibility.intervals.end.data);
     if (i < begin[j] || i >= end[j]) return false;
   }
+  const IndexViews& indices = problem.visibility.indices;
+  if (indices.defined()) {
+    const auto* list = static_cast<const std::int32_t*>(indices.entries.data) + i * indices.entries.row_stride;
+    std::int64_t count = indices.entries.keys;
+    if (indices.lengths.defined()) count = static_cast<const std::int32_t*>(indices.lengths.data)[i];
+    bool is_listed = false;
+    for (std::int64_t e = 0; e < std::min(count, indices.entries.keys); ++e) {
+      const std::int64_t first = list[e * indices.entries.key_stride] * indices.block_size;
+      is_listed = is_listed || (first >= 0 && first <= j && j < first + indices.block_size);
+    }
+    if (!is_listed) return false;
+  }
   if (!problem.visibility.mask.defined()) return true;
   const auto* mask =
       static_cast<const std::uint8_t*>(problem.visibility.mask.data) + problem.visibility.mask.offset(b, h);
@@ -114,19 +128,75 @@ void expect_plan_is_right(const AttentionProblem& problem, const ChunkPlan& plan
   }
 }
 
-// The last rows' plans of spans of keys, of any beginning and length.
+// Lists of random keys, or blocks of keys, for every row: in no order, some twice, some that do not exist.
+struct RandomLists {
+  static constexpr int kEntries = 40, kStride = 2;
+  std::vector<std::int32_t> entries, lengths;
+
+  RandomLists(Rng& rng, int rows, int keys, int percent, bool is_shared, int block_size, AttentionProblem* problem) {
+    const int lists = is_shared ? 1 : rows;
+    // Of few keys only, so that rows have many in common.
+    const int blocks = std::max(keys * percent / 100, 1) / block_size + 1;
+    entries.resize(static_cast<std::size_t>(lists * kEntries * kStride));
+    for (auto& entry : entries) entry = static_cast<std::int32_t>(rng() % static_cast<unsigned>(blocks + 2)) - 1;
+    entries[0] = std::numeric_limits<std::int32_t>::max();
+    entries[kStride] = std::numeric_limits<std::int32_t>::min();
+    for (int row = 0; row < lists; ++row) lengths.push_back(static_cast<std::int32_t>(rng() % (kEntries + 20)) - 10);
+    IndexViews& views = problem->visibility.indices;
+    views.entries.data = entries.data();
+    views.entries.rows = lists;
+    views.entries.keys = kEntries;
+    views.entries.row_stride = is_shared ? 0 : kEntries * kStride;
+    views.entries.key_stride = kStride;
+    views.block_size = block_size;
+    if (is_shared) return;
+    views.lengths.data = lengths.data();
+    views.lengths.rows = lists;
+    views.lengths.row_stride = 1;
+  }
+};
+
+// The last rows' plans of spans of keys, of any length, and of any beginning but where lists are packed.
 void expect_spans_are_right(const AttentionProblem& problem, int rows) {
   constexpr int kRowTile = 16, kSpan = 100;
   std::vector<std::uint64_t> scratch(ChunkPlanner::span_scratch_bytes(problem, rows, kRowTile, kSpan) / 8);
-  ChunkPlanner planner(problem, rows, kRowTile, kSpan, scratch.data());
-  for (const KeySpan span : {KeySpan{0, 1}, {1, 101}, {63, 64}, {64, 128}, {65, 140}, {200, 300}, {450, 520}, {7, 7}}) {
+  std::vector<std::uint64_t> list_memory(IndexRows::bytes(problem) / 8, ~std::uint64_t{0});
+  const IndexRows lists(problem, list_memory.data());
+  for (std::int64_t i = 0; i < lists.size(); ++i) lists.build(i);
+  ChunkPlanner planner(problem, lists, rows, kRowTile, kSpan, scratch.data());
+  for (KeySpan span : {KeySpan{0, 1}, {1, 101}, {63, 64}, {64, 128}, {65, 140}, {200, 300}, {450, 520}, {7, 7}}) {
+    if (problem.visibility.indices.defined()) span.begin = span.begin / 64 * 64;
     const KeySpan existing = {std::min(span.begin, problem.keys), std::min(span.end, problem.keys)};
     const ChunkPlan& plan = planner.plan(0, 0, problem.rows - rows, rows, existing);
     expect_plan_is_right(problem, plan, 0, 0, existing);
   }
 }
 
-enum class MaskForm { kNone, kPerKey, kPerRow, kFull, kStrided, kWindow, kIntervals, kIntervalsAndMask };
+enum class MaskForm {
+  kNone,
+  kPerKey,
+  kPerRow,
+  kFull,
+  kStrided,
+  kWindow,
+  kIntervals,
+  kIntervalsAndMask,
+  kLists,
+  kBlockLists,
+  kSharedList,
+  kListsAndMask,
+  kSharedListAndMaskPerKey,
+  kSharedListAndMaskPerRow,
+  kListsAndIntervals,
+};
+
+bool has_intervals(MaskForm form) {
+  return form == MaskForm::kIntervals || form == MaskForm::kIntervalsAndMask || form == MaskForm::kListsAndIntervals;
+}
+bool has_mask(MaskForm form) {
+  return form != MaskForm::kNone && form != MaskForm::kIntervals && form != MaskForm::kLists &&
+         form != MaskForm::kBlockLists && form != MaskForm::kSharedList && form != MaskForm::kListsAndIntervals;
+}
 
 class ChunkPlans : public ::testing::TestWithParam<std::tuple<MaskForm, bool, int>> {};
 
@@ -151,7 +221,7 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
       }
     }
     std::vector<std::int32_t> begins, ends;
-    if (form == MaskForm::kIntervals || form == MaskForm::kIntervalsAndMask) {
+    if (has_intervals(form)) {
       for (int key = 0; key < keys; ++key) {
         // Some begin before the first row, some end behind the last, some are empty.
         begins.push_back(static_cast<std::int32_t>(rng() % static_cast<unsigned>(rows + 20)) - 10);
@@ -164,12 +234,18 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
       problem.visibility.intervals.begin.keys = problem.visibility.intervals.end.keys = keys;
       problem.visibility.intervals.begin.key_stride = problem.visibility.intervals.end.key_stride = 1;
     }
-    if (form != MaskForm::kNone && form != MaskForm::kIntervals) {
+    if (has_mask(form)) {
+      const bool by_row = form == MaskForm::kPerRow || form == MaskForm::kSharedListAndMaskPerRow;
+      const bool by_key = form == MaskForm::kPerKey || form == MaskForm::kSharedListAndMaskPerKey;
       problem.visibility.mask.data = bools.data();
-      problem.visibility.mask.row_stride = form == MaskForm::kPerKey   ? 0
-                                           : form == MaskForm::kPerRow ? 1
-                                                                       : keys * key_stride;
-      problem.visibility.mask.key_stride = form == MaskForm::kPerRow ? 0 : key_stride;
+      problem.visibility.mask.row_stride = by_key ? 0 : by_row ? 1 : keys * key_stride;
+      problem.visibility.mask.key_stride = by_row ? 0 : key_stride;
+    }
+    std::optional<RandomLists> lists;
+    if (form >= MaskForm::kLists) {
+      const bool is_shared = form == MaskForm::kSharedList || form == MaskForm::kSharedListAndMaskPerKey ||
+                             form == MaskForm::kSharedListAndMaskPerRow;
+      lists.emplace(rng, rows, keys, percent, is_shared, form == MaskForm::kBlockLists ? 7 : 1, &problem);
     }
     constexpr int kChunkRows = 96, kRowTile = 32;
     std::vector<std::uint64_t> scratch(ChunkPlanner::scratch_bytes(problem, kChunkRows, kRowTile) / 8);
@@ -188,11 +264,15 @@ TEST_P(ChunkPlans, ListExactlyWhatTheRulesShow) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Forms, ChunkPlans,
-                         ::testing::Combine(::testing::Values(MaskForm::kNone, MaskForm::kPerKey, MaskForm::kPerRow,
-                                                              MaskForm::kFull, MaskForm::kStrided, MaskForm::kWindow,
-                                                              MaskForm::kIntervals, MaskForm::kIntervalsAndMask),
-                                            ::testing::Bool(), ::testing::Values(2, 50, 98)));
+INSTANTIATE_TEST_SUITE_P(
+    Forms, ChunkPlans,
+    ::testing::Combine(::testing::Values(MaskForm::kNone, MaskForm::kPerKey, MaskForm::kPerRow, MaskForm::kFull,
+                                         MaskForm::kStrided, MaskForm::kWindow, MaskForm::kIntervals,
+                                         MaskForm::kIntervalsAndMask, MaskForm::kLists, MaskForm::kBlockLists,
+                                         MaskForm::kSharedList, MaskForm::kListsAndMask,
+                                         MaskForm::kSharedListAndMaskPerKey, MaskForm::kSharedListAndMaskPerRow,
+                                         MaskForm::kListsAndIntervals),
+                       ::testing::Bool(), ::testing::Values(2, 50, 98)));
 
 // What the order of listed keys is for: a row tile's keys lie together, so that few scores are computed in vain.
 TEST(IntervalPlans, PutWhatARowTileSeesTogether) {

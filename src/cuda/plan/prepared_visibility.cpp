@@ -61,6 +61,10 @@ Status check_problem(const AttentionProblem& problem) {
                            "must be at most " + std::to_string(kHeadDimBuckets.back()) + " in this build on CUDA",
                            "D " + std::to_string(problem.head_dim));
   }
+  if (problem.visibility.indices.defined()) {
+    return Status::invalid("indices", "must be left out on CUDA, which has no kernels for lists of keys yet",
+                           "lists of " + std::to_string(problem.visibility.indices.entries.keys) + " entries");
+  }
   return check_blocks(problem);
 }
 
