@@ -97,6 +97,9 @@ AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor
           .visibility = {.mask = view_of("mask", visibility.mask, "must be bool"),
                          .intervals = make_intervals(visibility.interval_begin, visibility.interval_end,
                                                      visibility.interval_window),
+                         .indices = {view_of("indices", visibility.indices, "must be int32"),
+                                     view_of("indices.lengths", visibility.index_lengths, "must be int32"),
+                                     visibility.index_block_size},
                          .seqlens_k = view_of("seqlens_k", visibility.seqlens_k, "must be int32"),
                          .is_causal = visibility.is_causal,
                          .plan = plan_of(visibility.plan)}};
@@ -120,11 +123,13 @@ void copy_where_needed(const AttentionOptions& options, const AttentionContext& 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias,
                                                      std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
                                                      std::optional<Tensor> interval_begin,
-                                                     std::optional<Tensor> interval_end, std::optional<Tensor> plan,
+                                                     std::optional<Tensor> interval_end, std::optional<Tensor> indices,
+                                                     std::optional<Tensor> index_lengths, std::optional<Tensor> plan,
                                                      bool is_causal, std::int64_t interval_window,
-                                                     std::optional<double> scale, double softcap, bool deterministic) {
-  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window,
-                                          plan};
+                                                     std::int64_t index_block_size, std::optional<double> scale,
+                                                     double softcap, bool deterministic) {
+  const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,     indices,
+                                          index_lengths, is_causal, interval_window, index_block_size, plan};
   const CallDevice device({"query", query}, {{"key", key}, {"value", value}, {"bias", bias}}, visibility.tensors());
   const AttentionOptions options = {scale, softcap, deterministic};
   TorchExecutor executor;
@@ -152,12 +157,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, T
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor lse, Tensor row_stats, Tensor query, Tensor key,
     Tensor value, std::optional<Tensor> bias, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, std::optional<Tensor> plan,
-    bool is_causal, std::int64_t interval_window, std::optional<double> scale, double softcap, bool deterministic,
-    bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
+    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, std::optional<Tensor> indices,
+    std::optional<Tensor> index_lengths, std::optional<Tensor> plan, bool is_causal, std::int64_t interval_window,
+    std::int64_t index_block_size, std::optional<double> scale, double softcap, bool deterministic, bool needs_dquery,
+    bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
-  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window,
-                                          plan};
+  const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,     indices,
+                                          index_lengths, is_causal, interval_window, index_block_size, plan};
   const CallDevice device({"query", query},
                           {{"key", key},
                            {"value", value},
@@ -255,9 +261,11 @@ AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, cons
 
 // uint8; no elements where there is nothing to plan.
 Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-                      std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal,
-                      std::int64_t interval_window) {
-  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+                      std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
+                      std::optional<Tensor> indices, std::optional<Tensor> index_lengths, bool is_causal,
+                      std::int64_t interval_window, std::int64_t index_block_size) {
+  const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,    indices,
+                                          index_lengths, is_causal, interval_window, index_block_size};
   const CallDevice device({"query", query}, {{"key", key}}, visibility.tensors());
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
   const AttentionContext context = {.device = device.native()};
@@ -275,9 +283,11 @@ Tensor attention_plan(Tensor query, Tensor key, std::optional<Tensor> mask, std:
 
 // How many elements attention_plan gives on a GPU for arguments of these sizes and strides, wherever they are.
 std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal,
-                             std::int64_t interval_window) {
-  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+                             std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
+                             std::optional<Tensor> indices, std::optional<Tensor> index_lengths, bool is_causal,
+                             std::int64_t interval_window, std::int64_t index_block_size) {
+  const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,    indices,
+                                          index_lengths, is_causal, interval_window, index_block_size};
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
   const AttentionContext context = {.device = flash_dmattn::Device::cuda(nullptr)};
   std::size_t bytes = 0;
@@ -289,9 +299,11 @@ std::int64_t cuda_plan_bytes(Tensor query, Tensor key, std::optional<Tensor> mas
 // What C++ counts under other names is translated here and nowhere else.
 std::tuple<Codes, std::vector<std::int64_t>, Codes, Codes> plan_report(
     Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, bool is_causal,
-    std::int64_t interval_window, bool deterministic) {
-  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, std::optional<Tensor> indices,
+    std::optional<Tensor> index_lengths, bool is_causal, std::int64_t interval_window, std::int64_t index_block_size,
+    bool deterministic) {
+  const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,    indices,
+                                          index_lengths, is_causal, interval_window, index_block_size};
   const CallDevice device({"query", query}, {{"key", key}}, visibility.tensors());
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
   const AttentionOptions options = {.deterministic = deterministic};
@@ -331,13 +343,13 @@ std::tuple<Codes, std::vector<std::int64_t>, Codes, Codes> plan_report(
 
 // One int64 row (row_begin, rows, listed keys, is_list, has_bitmap, row_tile, key_tile) a chunk, and the keys (int32),
 // visible (bool) and tiles (uint8: 0 empty, 1 partial, 2 full) of all chunks behind one another.
-std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(Tensor query, Tensor key, std::optional<Tensor> mask,
-                                                       std::optional<Tensor> seqlens_k,
-                                                       std::optional<Tensor> interval_begin,
-                                                       std::optional<Tensor> interval_end, bool is_causal,
-                                                       std::int64_t interval_window, std::int64_t batch,
-                                                       std::int64_t head) {
-  const VisibilityArguments visibility = {mask, seqlens_k, interval_begin, interval_end, is_causal, interval_window};
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_chunks(
+    Tensor query, Tensor key, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
+    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, std::optional<Tensor> indices,
+    std::optional<Tensor> index_lengths, bool is_causal, std::int64_t interval_window, std::int64_t index_block_size,
+    std::int64_t batch, std::int64_t head) {
+  const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,    indices,
+                                          index_lengths, is_causal, interval_window, index_block_size};
   const AttentionInputs inputs = make_planned_inputs(query, key, visibility);
   TorchExecutor executor;
   // The same chunks for any number of threads.

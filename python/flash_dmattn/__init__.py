@@ -1,8 +1,8 @@
 """Attention in which every query sees only some keys, chosen by data, with an additive bias and its gradient.
 
 `attention` is the library's own surface, `select_keys` chooses what it shows, and `dynamic_mask_attention` does both in
-one call. Time is proportional to what is seen of selections, intervals, masks of keys and blocks; a mask in which every
-row sees scattered keys of its own is dense work until lists of keys per query exist. `prepare_mask` makes a mask cheap
+one call. Time is proportional to what is seen of selections, intervals, masks of keys and blocks, and of `KeyIndices`,
+lists of keys per query, as far as neighbouring queries choose alike. `prepare_mask` makes a mask cheap
 to use many times, `plan_report` tells what a call will do. The other functions carry the names of the original package.
 """
 
@@ -19,6 +19,7 @@ from .flash_dmattn_interface import (
     triton_dmattn_func,
 )
 from .functional import attention, dynamic_mask_attention
+from .key_indices import KeyIndices
 from .planning import PlanReport, plan_report
 from .prepared import PreparedMask, prepare_mask
 from .selection import KeyIntervals, select_keys
@@ -30,6 +31,7 @@ __all__ = [
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
     "TRITON_AVAILABLE",
+    "KeyIndices",
     "KeyIntervals",
     "PlanReport",
     "PreparedMask",

@@ -22,17 +22,24 @@ class Visibility(NamedTuple):
     """int32 (B or 1, H or Hkv or 1, Sk): the first row that sees each key. KeyIntervals.begin."""
     interval_end: Tensor | None = None
     """The same of the first row after those that see it. KeyIntervals.end."""
+    indices: Tensor | None = None
+    """int32 (B or 1, H or Hkv or 1, Sq or 1, n): the keys, or blocks of keys, of each row. KeyIndices.indices."""
+    index_lengths: Tensor | None = None
+    """int32 (B or 1, H or Hkv or 1, Sq or 1): how many entries of each list count. KeyIndices.lengths."""
     plan: Tensor | None = None
     """uint8 (bytes,): what the operator attention_plan made of the other fields, which it only sums up."""
     is_causal: bool = False
     """Row i sees keys j <= i + n - Sq, where n keys exist."""
     interval_window: int = 0
     """The intervals show no row more keys than this; 0: unknown. KeyIntervals.window_size."""
+    index_block_size: int = 1
+    """Keys that an entry of a list stands for. KeyIndices.block_size."""
 
     @property
     def planned(self) -> list[Tensor]:
         """What a GPU makes a plan of. Without these there is none: lengths and the causal rule are arithmetic."""
-        return [view for view in (self.mask, self.interval_begin, self.interval_end) if view is not None]
+        views = (self.mask, self.interval_begin, self.interval_end, self.indices, self.index_lengths)
+        return [view for view in views if view is not None]
 
 
 # ---- How operators take it, by their schemas: nothing else counts positions or lists names
@@ -44,7 +51,11 @@ def argument_names(op) -> tuple[str, ...]:
 
 
 # What a caller knows arguments of other names by.
-_SHOWN = {"interval_begin": "intervals.begin", "interval_end": "intervals.end"}
+_SHOWN = {
+    "interval_begin": "intervals.begin",
+    "interval_end": "intervals.end",
+    "index_lengths": "indices.lengths",
+}
 
 
 def shown_name(name: str) -> str:

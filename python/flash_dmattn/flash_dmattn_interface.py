@@ -11,8 +11,7 @@ from ._arguments import check_bool, check_optional_tensor, resolve_scale
 from ._probabilities import attention_probabilities
 from .flex import flex_dmattn_func as _flex_dmattn_func
 from .functional import attention
-from .prepared import PreparedMask, check_mask, dense_mask
-from .selection import KeyIntervals
+from .prepared import Mask, check_mask, dense_mask
 
 CPU_AVAILABLE = "cpu" in _library.device_backends()
 CUDA_AVAILABLE = "cuda" in _library.device_backends()
@@ -29,7 +28,7 @@ def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    attn_mask: Mask | None = None,
     attn_bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool | None = None,
@@ -43,8 +42,8 @@ def flash_dmattn_func(
 
     Args:
         query: (B, Sq, H, D); key, value: (B, Sk, Hkv, D).
-        attn_mask: bool, True = visible, KeyIntervals or PreparedMask; called mask in error messages. attn_bias: called
-            bias there.
+        attn_mask: bool, True = visible, KeyIntervals, KeyIndices or PreparedMask; called mask in error messages.
+        attn_bias: called bias there.
         scale, softmax_scale: two names of one number, default 1 / sqrt(D).
         is_causal: None means False. softcap: None means 0 (none).
         deterministic: None follows torch.are_deterministic_algorithms_enabled().

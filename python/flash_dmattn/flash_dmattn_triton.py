@@ -5,8 +5,7 @@ It needs no Triton: `flash_dmattn_func` computes."""
 from torch import Tensor
 
 from .flash_dmattn_interface import flash_dmattn_func
-from .prepared import PreparedMask
-from .selection import KeyIntervals
+from .prepared import Mask
 
 __all__ = ["triton_dmattn_func"]
 
@@ -15,7 +14,7 @@ def triton_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    attn_mask: Mask | None = None,
     attn_bias: Tensor | None = None,
     is_causal: bool = False,
     softmax_scale: float | None = None,

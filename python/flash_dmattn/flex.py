@@ -16,15 +16,14 @@ from ._arguments import (
     warn_of_two_readings,
 )
 from ._probabilities import attention_probabilities
-from .prepared import PreparedMask, check_mask, dense_mask
-from .selection import KeyIntervals
+from .prepared import Mask, check_mask, dense_mask
 
 
 def flex_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    attn_mask: Mask | None = None,
     attn_bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool | None = None,

@@ -13,8 +13,7 @@ from ._arguments import (
     warn_of_two_readings,
 )
 from ._visibility import Visibility
-from .prepared import PreparedMask, check_mask, visibility_of
-from .selection import KeyIntervals
+from .prepared import Mask, check_mask, visibility_of
 
 
 def attention(
@@ -22,7 +21,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    mask: Mask | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
@@ -33,8 +32,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query key^T + bias) value over the visible keys.
 
-    Time is proportional to what is visible for intervals, masks of keys and blocks. A mask in which every row sees
-    scattered keys of its own is dense work and, on a GPU, packed to Sq * Sk / 8 bytes.
+    Time is proportional to what is visible for intervals, masks of keys and blocks, and for masks and lists by row as
+    far as neighbouring rows see the same keys. A mask in which every row sees scattered keys of its own is dense work
+    and, on a GPU, packed to Sq * Sk / 8 bytes.
 
     B batch, Sq and Sk query and key length, H query heads, Hkv key heads (query head h reads key head
     h // (H / Hkv)), D head dim (1 to 256). Any strides are read as they are, except that query, key and value are
@@ -45,7 +45,8 @@ def attention(
         key, value: (B, Sk, Hkv, D), query's dtype.
         mask: bool, True = visible; (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key (B or 1, H or Hkv or 1, Sk or 1),
             or (Sq or 1, Sk or 1). An expanded view is never materialised. Or KeyIntervals (B or 1, H or Hkv or 1, Sk),
-            from `select_keys` for example. Or a PreparedMask, from `prepare_mask`.
+            from `select_keys` for example. Or KeyIndices, lists of keys per row (B or 1, 1 or Hkv or H, Sq or 1, n), on
+            the CPU. Or a PreparedMask, from `prepare_mask`.
         bias: added to the scores, in the forms of mask; query's dtype or float32. Its gradient has its shape, summed
             over every dimension along which it was broadcast, so pass it unexpanded.
         scale: default 1 / sqrt(D).

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from . import _library
 from ._arguments import as_int, check_bool, check_layout, check_optional_tensor
-from .prepared import PreparedMask, check_mask, visibility_of
-from .selection import KeyIntervals
+from .prepared import Mask, check_mask, visibility_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def plan_report(
     query: Tensor | Sequence[int],
     key: Tensor | Sequence[int],
     *,
-    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    mask: Mask | None = None,
     is_causal: bool = False,
     seqlens_k: Tensor | None = None,
     deterministic: bool | None = None,
@@ -136,7 +135,7 @@ def plan_chunks(
     query: Tensor | Sequence[int],
     key: Tensor | Sequence[int],
     *,
-    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    mask: Mask | None = None,
     is_causal: bool = False,
     seqlens_k: Tensor | None = None,
     batch: int = 0,

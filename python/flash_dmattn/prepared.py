@@ -12,7 +12,11 @@ from torch.utils import _pytree as pytree
 from . import _library
 from ._arguments import as_int, check_bool, check_layout, warn_of_two_readings
 from ._visibility import Visibility
+from .key_indices import KeyIndices
 from .selection import KeyIntervals, unchecked_intervals
+
+BareMask = Tensor | KeyIntervals | KeyIndices
+"""What says which keys each query row sees: bool, intervals of rows per key, or lists of keys per row."""
 
 _ALL_ROWS = 2**31 - 1  # where an interval ends that knows no number of rows; attention clamps it
 
@@ -26,11 +30,12 @@ class PreparedMask:
 
     Args:
         intervals: what is visible, if every key's rows follow one another. None otherwise.
-        mask: bool (B or 1, heads, Sq or 1, Sk or 1), if there are no intervals.
+        mask: bool (B or 1, heads, Sq or 1, Sk or 1), if there are neither intervals nor lists.
         seqlen_q, seqlen_k: the lengths that it was made for; None: any.
         is_causal: it tells what is visible under the causal rule, and only calls with is_causal=True take it.
         plan: on a GPU, if both lengths are known, the plan of calls with this is_causal and without seqlens_k, uint8;
             other calls plan for themselves. None: all do.
+        indices: what is visible, if it was prepared from lists of keys.
     """
 
     intervals: KeyIntervals | None
@@ -39,42 +44,44 @@ class PreparedMask:
     seqlen_k: int | None
     is_causal: bool
     plan: Tensor | None = None
+    indices: KeyIndices | None = None
+
+    @property
+    def held(self) -> BareMask:
+        """What it holds instead of the mask."""
+        return next(held for held in (self.intervals, self.mask, self.indices) if held is not None)
 
     @property
     def kind(self) -> str:
-        """What it became: "intervals", two integers a key; "keys", a bool a key; "mask", the mask as it was."""
-        if self.intervals is not None:
-            return "intervals"
+        """What it became: "intervals", two integers a key; "keys", a bool a key; "mask" or "indices", as it was."""
+        if self.mask is None:
+            return "indices" if self.intervals is None else "intervals"
         return "keys" if self.mask.shape[2] == 1 and self.mask.shape[3] != 1 else "mask"
 
     @property
     def shape(self) -> torch.Size:
         """(B or 1, heads), of what it holds: 1 where all share it."""
-        return (self.mask if self.intervals is None else self.intervals).shape[:2]
+        return self.held.shape[:2]
 
     @property
     def device(self) -> torch.device:
-        return (self.mask if self.intervals is None else self.intervals).device
+        return self.held.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of its elements, the plan's too; those of broadcast dimensions count once."""
-        tensors = [self.mask] if self.intervals is None else [self.intervals.begin, self.intervals.end]
-        if self.plan is not None:
-            tensors.append(self.plan)
-        return sum(_without_broadcast(tensor).nbytes for tensor in tensors)
+        tensors = pytree.tree_leaves([self.held, self.plan])
+        return sum(_without_broadcast(tensor).nbytes for tensor in tensors if tensor is not None)
 
     def to(self, device: torch.device | str) -> PreparedMask:
         """The same there; the plan is made anew, or left out where none is used."""
         if torch.device(device) == self.device:
             return self
-        intervals = None if self.intervals is None else self.intervals.to(device)
-        mask = None if self.mask is None else self.mask.to(device)
-        return _make(intervals, mask, self.seqlen_q, self.seqlen_k, self.is_causal)
+        return _make(self.held.to(device), self.seqlen_q, self.seqlen_k, self.is_causal)
 
     def __reduce__(self) -> tuple:
         # Without the plan, which is made anew: another device, or version of the library, has another one.
-        return _make, (self.intervals, self.mask, self.seqlen_q, self.seqlen_k, self.is_causal)
+        return _make, (self.held, self.seqlen_q, self.seqlen_k, self.is_causal)
 
     def dense_mask(self, seqlen_q: int | None = None) -> Tensor:
         """The same as a mask, to look at: bool (B or 1, heads, Sq, Sk or 1), True = visible.
@@ -92,6 +99,8 @@ class PreparedMask:
             raise ValueError("seqlen_q must be given for a mask that was made for any number of rows; got None")
         if self.intervals is not None:
             return self.intervals.dense_mask(seqlen_q)
+        if self.indices is not None:
+            return self.indices.dense_mask(self.seqlen_k, seqlen_q).expand(-1, -1, seqlen_q, -1)
         return self.mask.expand(-1, -1, seqlen_q, -1 if self.seqlen_k is None else self.seqlen_k)
 
     def __repr__(self) -> str:
@@ -99,6 +108,7 @@ class PreparedMask:
             "intervals": "one interval of rows per key",
             "keys": "one bool per key",
             "mask": "the bool mask itself",
+            "indices": "a list of keys per row",
         }[self.kind]
         planned = "" if self.plan is None else " and a plan"
         lengths = ["any" if n is None else str(n) for n in (self.seqlen_q, self.seqlen_k)]
@@ -109,7 +119,13 @@ class PreparedMask:
         )
 
 
-def prepare_mask(mask: Tensor | KeyIntervals, seqlen_q: int | None = None, *, is_causal: bool = False) -> PreparedMask:
+Mask = BareMask | PreparedMask
+"""What functions of attention take as a mask."""
+
+
+def prepare_mask(
+    mask: BareMask, seqlen_q: int | None = None, *, seqlen_k: int | None = None, is_causal: bool = False
+) -> PreparedMask:
     """Looks at a mask once, for all the layers, heads, steps or recomputations that use it.
 
     If the rows that see a key follow one another, for every key (masks of the highest scores under the causal rule,
@@ -122,22 +138,26 @@ def prepare_mask(mask: Tensor | KeyIntervals, seqlen_q: int | None = None, *, is
     the result. Not inside torch.compile, since what comes out depends on them; the result may be used there.
 
     Args:
-        mask: bool, True = visible, in any form that `attention` takes; or KeyIntervals.
+        mask: bool, True = visible, in any form that `attention` takes; or KeyIntervals; or KeyIndices, which are held
+            as they are.
         seqlen_q: Sq, for a mask that does not tell (KeyIntervals, or one row for all); default: any, and no plan.
+        seqlen_k: Sk, which KeyIndices need, since they do not tell; of other masks it must be their own.
         is_causal: the calls will have the causal rule, and must: what it hides need not fit the intervals then.
 
     Raises:
-        TypeError: the mask is neither of the two. ValueError: its shape, dtype or device.
+        TypeError: the mask is none of the three. ValueError: its shape, dtype, device or lengths.
     """
     check_bool("is_causal", is_causal)
-    if seqlen_q is not None:
-        seqlen_q = as_int("seqlen_q", seqlen_q)
-        if not 0 <= seqlen_q <= _ALL_ROWS:
-            raise ValueError(f"seqlen_q must be between 0 and 2^31 - 1; got seqlen_q {seqlen_q}")
+    seqlen_q, seqlen_k = _checked_length("seqlen_q", seqlen_q), _checked_length("seqlen_k", seqlen_k)
+    if isinstance(mask, KeyIndices):
+        return _prepare_indices(mask, seqlen_q, seqlen_k, is_causal)
     if isinstance(mask, KeyIntervals):
-        return _make(mask, None, seqlen_q, mask.shape[2], is_causal)
+        _check_keys(mask, mask.shape[2], seqlen_k)
+        return _make(mask, seqlen_q, mask.shape[2], is_causal)
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a torch.Tensor or KeyIntervals; got mask of type {type(mask).__name__}")
+        raise TypeError(
+            f"mask must be a torch.Tensor, KeyIntervals or KeyIndices; got mask of type {type(mask).__name__}"
+        )
     check_layout("mask", mask)
     if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         raise ValueError(
@@ -149,26 +169,52 @@ def prepare_mask(mask: Tensor | KeyIntervals, seqlen_q: int | None = None, *, is
     if rows != 1 and seqlen_q not in (None, rows):
         raise ValueError(f"seqlen_q must be the mask's {rows} rows; got seqlen_q {seqlen_q}, mask {tuple(mask.shape)}")
     seqlen_q = seqlen_q if rows == 1 else rows
-    seqlen_k = None if keys == 1 else keys
+    if keys != 1:
+        _check_keys(mask, keys, seqlen_k)
+        seqlen_k = keys
     _library.check_data("mask", mask)
     mask = _without_broadcast(mask)
     if mask.shape[2] == 1 or mask.shape[3] == 1 or mask.numel() == 0:
-        return _make(None, mask, seqlen_q, seqlen_k, is_causal)
+        return _make(mask, seqlen_q, seqlen_k, is_causal)
     begin, end, exact = _library.mask_intervals(mask, is_causal)
     if not exact:
-        return _make(None, mask, seqlen_q, seqlen_k, is_causal)
+        return _make(mask, seqlen_q, seqlen_k, is_causal)
     shown = begin < end
     key = torch.arange(keys, device=mask.device)
     first_row = (key - (keys - rows)).clamp(min=0) if is_causal else torch.zeros_like(key)
     if not (shown & ((begin > first_row) | (end < rows))).any():  # every key is shown to all rows or to none
-        return _make(None, shown[:, :, None], seqlen_q, seqlen_k, is_causal)
-    return _make(KeyIntervals(begin, end), None, seqlen_q, seqlen_k, is_causal)
+        return _make(shown[:, :, None], seqlen_q, seqlen_k, is_causal)
+    return _make(KeyIntervals(begin, end), seqlen_q, seqlen_k, is_causal)
+
+
+def _prepare_indices(lists: KeyIndices, seqlen_q: int | None, seqlen_k: int | None, is_causal: bool) -> PreparedMask:
+    rows = lists.shape[2]
+    if rows != 1 and seqlen_q not in (None, rows):
+        raise ValueError(f"seqlen_q must be the {rows} rows of the lists; got seqlen_q {seqlen_q}")
+    if seqlen_k is None:
+        raise ValueError("seqlen_k must be given for KeyIndices, which do not tell how many keys there are; got None")
+    _library.check_data("mask", lists.indices)
+    return _make(lists, seqlen_q if rows == 1 else rows, seqlen_k, is_causal)
+
+
+def _checked_length(name: str, length: int | None) -> int | None:
+    if length is None:
+        return None
+    length = as_int(name, length)
+    if not 0 <= length <= _ALL_ROWS:
+        raise ValueError(f"{name} must be between 0 and 2^31 - 1; got {name} {length}")
+    return length
+
+
+def _check_keys(mask: Tensor | KeyIntervals, keys: int, seqlen_k: int | None) -> None:
+    if seqlen_k not in (None, keys):
+        raise ValueError(f"seqlen_k must be the mask's {keys} keys; got seqlen_k {seqlen_k}, mask {tuple(mask.shape)}")
 
 
 def check_mask(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, (Tensor, KeyIntervals, PreparedMask)):
+    if value is not None and not isinstance(value, (Tensor, KeyIntervals, KeyIndices, PreparedMask)):
         raise TypeError(
-            f"{name} must be a torch.Tensor, KeyIntervals, PreparedMask or None; "
+            f"{name} must be a torch.Tensor, KeyIntervals, KeyIndices, PreparedMask or None; "
             f"got {name} of type {type(value).__name__}"
         )
     if isinstance(value, Tensor):
@@ -176,7 +222,7 @@ def check_mask(name: str, value: object) -> None:
 
 
 def visibility_of(
-    mask: Tensor | KeyIntervals | PreparedMask | None,
+    mask: Mask | None,
     query_shape: Sequence[int],
     key_shape: Sequence[int],
     is_causal: bool,
@@ -193,25 +239,39 @@ def visibility_of(
         _check_fit(mask, query_shape, key_shape, is_causal)
         if mask.is_causal == is_causal and seqlens_k is None:
             plan = mask.plan
-        mask = mask.mask if mask.intervals is None else mask.intervals
+        mask = mask.held
+    seen = Visibility(seqlens_k=seqlens_k, plan=plan, is_causal=is_causal)
+    if isinstance(mask, KeyIndices):
+        seen = seen._replace(
+            mask=mask.key_mask, indices=mask.indices, index_lengths=mask.lengths, index_block_size=mask.block_size
+        )
+        mask = mask.intervals
+        if mask is None:
+            return seen
     if isinstance(mask, KeyIntervals):
-        return Visibility(None, seqlens_k, mask.begin, mask.end, plan, is_causal, mask.window_size)
+        return seen._replace(interval_begin=mask.begin, interval_end=mask.end, interval_window=mask.window_size)
     if mask is not None and len(query_shape) == len(key_shape) == 4:
         warn_of_two_readings("mask", mask, query_shape[0], query_shape[1], key_shape[1])
-    return Visibility(mask=mask, seqlens_k=seqlens_k, plan=plan, is_causal=is_causal)
+    return seen._replace(mask=mask)
 
 
 def dense_mask(
-    mask: Tensor | KeyIntervals | PreparedMask | None,
+    mask: Mask | None,
     query_shape: Sequence[int],
     key_shape: Sequence[int],
     is_causal: bool,
 ) -> Tensor | None:
     """The mask as a bool tensor, for what knows nothing else."""
-    seen = visibility_of(mask, query_shape, key_shape, is_causal)
-    if seen.interval_begin is None:
-        return seen.mask
-    return KeyIntervals(seen.interval_begin, seen.interval_end).dense_mask(query_shape[1])
+    if isinstance(mask, PreparedMask):
+        _check_fit(mask, query_shape, key_shape, is_causal)
+        mask = mask.held
+    if isinstance(mask, KeyIndices):
+        return mask.dense_mask(key_shape[1], query_shape[1])
+    if isinstance(mask, KeyIntervals):
+        return mask.dense_mask(query_shape[1])
+    if mask is not None and len(query_shape) == len(key_shape) == 4:
+        warn_of_two_readings("mask", mask, query_shape[0], query_shape[1], key_shape[1])
+    return mask
 
 
 def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequence[int], is_causal: bool) -> None:
@@ -235,10 +295,15 @@ def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequen
         )
 
 
-def _make(
-    intervals: KeyIntervals | None, mask: Tensor | None, seqlen_q: int | None, seqlen_k: int | None, is_causal: bool
-) -> PreparedMask:
-    prepared = PreparedMask(intervals, mask, seqlen_q, seqlen_k, is_causal)
+def _make(held: BareMask, seqlen_q: int | None, seqlen_k: int | None, is_causal: bool) -> PreparedMask:
+    prepared = PreparedMask(
+        held if isinstance(held, KeyIntervals) else None,
+        held if isinstance(held, Tensor) else None,
+        seqlen_q,
+        seqlen_k,
+        is_causal,
+        indices=held if isinstance(held, KeyIndices) else None,
+    )
     if prepared.device.type != "cuda" or seqlen_q is None or seqlen_k is None:
         return prepared
     # Of heads and batch elements that it does not tell apart one is enough, and their head dim does not matter.
@@ -266,7 +331,7 @@ def _size(count: int) -> str:
 
 def _held(mask: PreparedMask) -> tuple[str, ...]:
     """The names of what it holds."""
-    return tuple(name for name in ("intervals", "mask", "plan") if getattr(mask, name) is not None)
+    return tuple(name for name in ("intervals", "mask", "plan", "indices") if getattr(mask, name) is not None)
 
 
 def _context_of(mask: PreparedMask) -> tuple[tuple[str, ...], int, int | None, int | None, bool]:
@@ -289,7 +354,7 @@ def _unflatten(held: Sequence[object], context: tuple) -> PreparedMask:
     intervals = tensors.get("intervals")
     if isinstance(intervals, KeyIntervals):
         intervals = unchecked_intervals(intervals.begin, intervals.end, window_size)
-    return PreparedMask(intervals, tensors.get("mask"), *sizes, tensors.get("plan"))
+    return PreparedMask(intervals, tensors.get("mask"), *sizes, tensors.get("plan"), tensors.get("indices"))
 
 
 pytree.register_pytree_node(

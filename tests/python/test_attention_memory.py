@@ -153,10 +153,11 @@ query, key = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 1, 8)
 mask, bias = torch.rand(1, 1, 6, 6) < 0.5, torch.randn(1, 2, 1, 6)
 lengths, scores = torch.tensor([5], dtype=torch.int32), torch.randn(1, 1, 6)
 bounds = torch.zeros(1, 1, 6, dtype=torch.int32), torch.full((1, 1, 6), 6, dtype=torch.int32)
-attended = key, bias, mask, lengths, *bounds, None, True, 0, None, 0.0, False
+lists = torch.zeros(1, 1, 6, 3, dtype=torch.int32), torch.ones(1, 1, 6, dtype=torch.int32)
+attended = key, bias, mask, lengths, *bounds, *lists, None, True, 0, 2, None, 0.0, False
 out, lse, row_stats = operators.attention_forward(query, key, *attended)
 dout, dlse = torch.randn(1, 6, 2, 8), torch.randn(1, 2, 6)
-visibility = mask, lengths, *bounds, True, 0
+visibility = mask, lengths, *bounds, *lists, True, 0, 2
 # How each is called, and how it is refused.
 wrong = torch.zeros(1, 6, 1, 4)
 calls = {

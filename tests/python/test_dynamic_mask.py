@@ -305,7 +305,9 @@ def test_opcheck_with_intervals(with_mask: bool) -> None:
     case = make_case(rows=5, keys=7, head_dim=4, dtype=precise_dtype(), bias=(2, 2, 7))
     intervals = select_keys(case.bias, 3, seqlen_q=5)
     mask = torch.rand(2, 1, 5, 7) < 0.7 if with_mask else None
-    visibility = Visibility(mask, None, intervals.begin, intervals.end, None, True, 3)
+    visibility = Visibility(
+        mask, interval_begin=intervals.begin, interval_end=intervals.end, is_causal=True, interval_window=3
+    )
     arguments = forward_of(case, visibility)
     leaves = [t.requires_grad_() if torch.is_tensor(t) and t.is_floating_point() else t for t in arguments]
     tolerance = {} if case.query.dtype == torch.float64 else {"atol": 3e-2, "rtol": 3e-2}

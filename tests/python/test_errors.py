@@ -173,7 +173,7 @@ TYPE_ERRORS = {
     "value array": ({"value": np.zeros(3)}, "value must be a torch.Tensor; got value of type ndarray"),
     "mask list": (
         {"mask": [True]},
-        "mask must be a torch.Tensor, KeyIntervals, PreparedMask or None; got mask of type list",
+        "mask must be a torch.Tensor, KeyIntervals, KeyIndices, PreparedMask or None; got mask of type list",
     ),
     "bias number": ({"bias": 1.0}, "bias must be a torch.Tensor or None; got bias of type float"),
     "seqlens list": ({"seqlens_k": [3, 5]}, "seqlens_k must be a torch.Tensor or None; got seqlens_k of type list"),
@@ -199,7 +199,7 @@ def test_type_errors(changes: dict, message: str) -> None:
     [
         (
             {"attn_mask": [True]},
-            "attn_mask must be a torch.Tensor, KeyIntervals, PreparedMask or None; got attn_mask of type list",
+            "attn_mask must be a torch.Tensor, KeyIntervals, KeyIndices, PreparedMask or None; got attn_mask of",
         ),
         ({"attn_bias": 0}, "attn_bias must be a torch.Tensor or None; got attn_bias of type int"),
         ({"softmax_scale": "1"}, "softmax_scale must be a number; got softmax_scale of type str"),

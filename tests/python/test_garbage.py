@@ -98,6 +98,9 @@ SOUND_BACKWARD = (
         "interval_begin": st.none(),
         "interval_end": st.none(),
         "interval_window": st.integers(-1, 8),
+        "indices": st.one_of(st.none(), right((2, 1, 3, 5), torch.int32)),
+        "index_lengths": st.none(),
+        "index_block_size": st.integers(0, 8),
         "plan": st.one_of(st.none(), right((64,), torch.uint8)),  # the CPU has no use for one
         "dout": right((2, 3, 4, 8)),
         "dlse": st.one_of(st.none(), right((2, 4, 3))),
@@ -107,7 +110,19 @@ SOUND_BACKWARD = (
     }
 )
 GARBAGE_BACKWARD = GARBAGE | {
-    name: tensors() for name in ("interval_begin", "interval_end", "plan", "dout", "dlse", "out", "lse", "row_stats")
+    name: tensors()
+    for name in (
+        "interval_begin",
+        "interval_end",
+        "indices",
+        "index_lengths",
+        "plan",
+        "dout",
+        "dlse",
+        "out",
+        "lse",
+        "row_stats",
+    )
 }
 
 

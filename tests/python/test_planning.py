@@ -172,7 +172,7 @@ ERRORS = {
     "length": ({"key": (1, 2**31 - 2048, 1, 8)}, ValueError, "key must have fewer than 2^31 - 2048 positions; got key"),
     "size_of_64_bits": ({"query": (1, 2**63, 1, 8)}, ValueError, "query must fit 64 bits; got query 92233720368547"),
     "elements": ({"query": (1, 2**60, 2, 8)}, ValueError, "query must have fewer than 2^63 elements; got query (1, "),
-    "mask_type": ({"mask": [True]}, TypeError, "mask must be a torch.Tensor, KeyIntervals, PreparedMask or None"),
+    "mask_type": ({"mask": [True]}, TypeError, "mask must be a torch.Tensor, KeyIntervals, KeyIndices,"),
     "mask": ({"mask": torch.ones(3, 5, dtype=torch.bool)}, ValueError, "mask must broadcast to"),
     "mask_device": ({"query": torch.empty(1, 4, 2, 8), "mask": KeyIntervals.causal(4, 5, device="meta")}, ValueError,
                     "intervals.begin must be on the device of query"),

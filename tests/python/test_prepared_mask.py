@@ -382,7 +382,12 @@ def test_repr() -> None:
 # ---- Errors
 
 PREPARE_ERRORS = {
-    "type": (([True],), {}, TypeError, "mask must be a torch.Tensor or KeyIntervals; got mask of type list"),
+    "type": (
+        ([True],),
+        {},
+        TypeError,
+        "mask must be a torch.Tensor, KeyIntervals or KeyIndices; got mask of type list",
+    ),
     "dtype": ((torch.ones(3, 3),), {}, ValueError, "mask must be bool with 2, 3 or 4 dimensions; got mask float32"),
     "rank": ((torch.ones(3, dtype=torch.bool),), {}, ValueError, "mask must be bool with 2, 3 or 4 dimensions"),
     "rows": ((CAUSAL, 32), {}, ValueError, "seqlen_q must be the mask's 33 rows; got seqlen_q 32, mask (1, 1, 33, 47)"),

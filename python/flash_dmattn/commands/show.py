@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..planning import PlannedChunk, PlanReport, plan_chunks, plan_report
-from ..prepared import PreparedMask, prepare_mask
+from ..prepared import Mask, prepare_mask
 from ..selection import KeyIntervals, select_keys
 
 # By name: what makes the scores of `length` keys, normal ones being given.
@@ -38,7 +38,7 @@ class Subject:
     """One head of a mask, ready to be planned."""
 
     title: str
-    mask: Tensor | KeyIntervals | PreparedMask
+    mask: Mask
     rows: int
     keys: int
     is_causal: bool

@@ -42,6 +42,10 @@ Visibility visibility_of(const AttentionProblem& problem) {
 }
 
 Status check_blocks(const AttentionProblem& problem) {
+  if (problem.visibility.indices.defined()) {
+    return Status::invalid("indices", "must be left out on CUDA, which has no kernels for lists of keys yet",
+                           "lists of " + std::to_string(problem.visibility.indices.entries.keys) + " entries");
+  }
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // of a launch
   constexpr std::int64_t kLeastRows = 32;                                   // of a block
   if (problem.batch * problem.heads * ((problem.rows + kLeastRows - 1) / kLeastRows) <= kMost) return {};
@@ -60,10 +64,6 @@ Status check_problem(const AttentionProblem& problem) {
     return Status::invalid("head_dim",
                            "must be at most " + std::to_string(kHeadDimBuckets.back()) + " in this build on CUDA",
                            "D " + std::to_string(problem.head_dim));
-  }
-  if (problem.visibility.indices.defined()) {
-    return Status::invalid("indices", "must be left out on CUDA, which has no kernels for lists of keys yet",
-                           "lists of " + std::to_string(problem.visibility.indices.entries.keys) + " entries");
   }
   return check_blocks(problem);
 }

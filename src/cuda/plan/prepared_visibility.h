@@ -35,8 +35,8 @@ class Launches {
 
 // Whether this backend takes the problem, on the current device.
 Status check_problem(const AttentionProblem& problem);
-// The part of check_problem that making a plan needs, too, and that asks no device: that no launch has more blocks of
-// rows than a grid may.
+// The part of check_problem that making a plan needs, too, and that asks no device: that there are no lists of keys,
+// and no launch has more blocks of rows than a grid may.
 Status check_blocks(const AttentionProblem& problem);
 
 // Whether a plan is needed: the causal rule and lengths alone are arithmetic.

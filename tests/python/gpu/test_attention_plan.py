@@ -49,6 +49,10 @@ def masked(mask: Tensor, is_causal: bool = False, seqlens_k: Tensor | None = Non
     return Visibility(mask=mask, seqlens_k=seqlens_k, is_causal=is_causal)
 
 
+def within(begin: Tensor, end: Tensor, is_causal: bool = True, **others: object) -> Visibility:
+    return Visibility(interval_begin=begin, interval_end=end, is_causal=is_causal, **others)
+
+
 # For B 2, H 4, Hkv 2.
 VISIBLE: dict[str, Callable[[], Visibility]] = {
     "mask": lambda: masked(random_mask(2, 4, ROWS, KEYS)),
@@ -59,9 +63,9 @@ VISIBLE: dict[str, Callable[[], Visibility]] = {
     "dense mask": lambda: masked(random_mask(1, 1, ROWS, KEYS, density=0.9), True),
     "per key": lambda: masked(random_mask(2, 2, KEYS, density=0.3), True),
     "lengths": lambda: masked(random_mask(1, 1, KEYS, density=0.3), True, lengths()),
-    "intervals": lambda: Visibility(None, None, *bounds(2, 2, KEYS), None, True),
-    "intervals of all": lambda: Visibility(None, lengths(), *bounds(1, 1, KEYS), None, True),
-    "both": lambda: Visibility(random_mask(2, 1, ROWS, KEYS, density=0.5), None, *bounds(1, 4, KEYS), None, True),
+    "intervals": lambda: within(*bounds(2, 2, KEYS)),
+    "intervals of all": lambda: within(*bounds(1, 1, KEYS), seqlens_k=lengths()),
+    "both": lambda: within(*bounds(1, 4, KEYS), mask=random_mask(2, 1, ROWS, KEYS, density=0.5)),
 }
 
 
@@ -95,7 +99,7 @@ def test_long_lists(window: int) -> None:
     rows, keys = 1100, 30000
     case = make_case(1, 2, 1, rows, keys, 64, bias=(1, 1, keys))
     intervals = select_keys(torch.randn(1, 1, keys), window, seqlen_q=rows)
-    visibility = Visibility(None, None, intervals.begin, intervals.end, None, True)
+    visibility = within(intervals.begin, intervals.end)
     plan = plan_of(case, visibility)
     assert plan.numel() == plan_size(case.query, case.key, visibility)
     assert_same_bits(both_directions(case, visibility, None), both_directions(case, visibility, plan))
@@ -107,7 +111,7 @@ def test_a_window_makes_plans_smaller(said: int) -> None:
     rows, keys = 1500, 30000
     case = make_case(1, 2, 1, rows, keys, 64, bias=(1, 1, keys))
     intervals = select_keys(torch.randn(1, 1, keys), 2000, seqlen_q=rows)
-    unsaid = Visibility(None, None, intervals.begin, intervals.end, None, True)
+    unsaid = within(intervals.begin, intervals.end)
     visibility = unsaid._replace(interval_window=said)
     plan, smaller = plan_of(case, unsaid), plan_of(case, visibility)
     assert smaller.numel() == plan_size(case.query, case.key, visibility)
@@ -193,7 +197,7 @@ def test_opcheck() -> None:
     for visibility in (
         masked(random_mask(2, 1, 40, 300)),
         masked(random_mask(1, 1, 1, 300).expand(2, 4, 40, 300), True),
-        Visibility(None, torch.tensor([300, 3], dtype=torch.int32), bound, bound, None, True),
+        within(bound, bound, seqlens_k=torch.tensor([300, 3], dtype=torch.int32)),
         Visibility(is_causal=True),
     ):
         arguments = planned_arguments(case.query, case.key, visibility)
@@ -415,7 +419,7 @@ def any_planned_call(draw: random.Random) -> tuple[Tensor, Tensor, Visibility]:
         begin = end = None
     seqlens_k = draw.choice((None, torch.zeros(batch).int(), torch.zeros(1).int().expand(batch)))
     window = draw.choice((0, 1, 1000, 4000, 100000))
-    return query, key, Visibility(mask, seqlens_k, begin, end, None, False, window)
+    return query, key, within(begin, end, False, mask=mask, seqlens_k=seqlens_k, interval_window=window)
 
 
 @needs_kernels
@@ -444,7 +448,7 @@ def test_a_plan_is_of_the_batch_and_heads_of_its_mask(batch: int, heads: int) ->
     for visibility in (
         masked(torch.ones(batch, heads, 1500, 1700, dtype=torch.bool)),
         masked(torch.ones(batch, heads, 1700, dtype=torch.bool)),
-        Visibility(interval_begin=bound, interval_end=bound),
+        within(bound, bound, False),
     ):
         calls = [planned_arguments(*shape, visibility) for shape in (own, full)]
         sizes = [torch.ops.flash_dmattn.cuda_plan_bytes(*call) for call in calls]
