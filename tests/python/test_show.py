@@ -102,6 +102,16 @@ def test_draws_a_file(
     assert ("rule: intervals" in printed) == (window is not None or "--prepare" in options)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_draws_lists(dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = torch.arange(150)[:, None] // 30 + torch.arange(-3, 1)  # four blocks of 20 keys, some before the first
+    path = tmp_path / "lists.pt"
+    torch.save(blocks.to(dtype), path)
+    assert has_area(show(tmp_path, path, "--keys", 200, "--block-size", 20), VISIBLE)
+    printed = capsys.readouterr().out
+    assert f" {20 * int((blocks >= 0).sum())} scores kept" in printed and "rule: lists of keys" in printed
+
+
 def test_draws_nothing_visible(tmp_path: Path) -> None:
     path = tmp_path / "nothing.npy"
     np.save(path, np.zeros((5, 7), dtype=bool))
@@ -115,7 +125,15 @@ ERRORS = {
     "list": (["list.pt"], "list.pt must hold one tensor; got list"),
     "sparse": (["sparse.pt"], "sparse.pt must hold a dense tensor; got one with layout sparse_coo"),
     "meta": (["meta.pt"], "meta.pt must hold a tensor with data; got one on meta"),
-    "integers": (["integers.npy"], "a file must hold a bool mask or floating scores; integers.npy holds torch.int64"),
+    "bytes": (["bytes.npy"], "a file must hold a bool mask, floating scores or int32 or int64 lists; bytes.npy holds"),
+    "lists_of_rank_1": (["integers.npy"], "lists must be (Sq, n) or (B, heads, Sq, n); integers.npy has (4,)"),
+    "lists_and_window": (
+        ["lists.npy", "--window-size", "3"],
+        "--window-size does not belong to lists of keys; the file",
+    ),
+    "no_keys": (["lists.npy", "--keys", "0"], "--keys must be between 1 and 2^31 - 1; got 0"),
+    "keys_of_a_pattern": (["--keys", "9"], "--keys belongs to a file with lists of keys"),
+    "blocks_of_a_mask": (["mask1.npy", "--block-size", "9"], "--block-size belongs to a file with lists of keys"),
     "mask_of_rank_1": (["mask1.npy"], "a mask must have 2, 3 or 4 dimensions; mask1.npy has (4,)"),
     "scores_of_rank_2": (["scores2.npy"], "scores must be (Sk) or (B, heads, Sk); scores2.npy has (2, 4)"),
     "scores_alone": (["scores.npy"], "--window-size must say how many"),
@@ -157,7 +175,8 @@ def test_errors(
     torch.save(torch.ones(4, 4, dtype=torch.bool, device="meta"), "meta.pt")
     arrays = {"mask": np.ones((4, 4), dtype=bool), "mask1": np.ones(4, dtype=bool), "integers": np.zeros(4, dtype=int)}
     arrays |= {"scores": np.zeros(4, dtype=np.float32), "scores2": np.zeros((2, 4)), "long": np.zeros(9000)}
-    arrays |= {"empty": np.ones((0, 4), dtype=bool)}
+    arrays |= {"empty": np.ones((0, 4), dtype=bool), "bytes": np.zeros(4, dtype=np.uint8)}
+    arrays |= {"lists": np.zeros((4, 2), dtype=np.int32)}
     for name, array in arrays.items():
         np.save(name, array)
     with pytest.raises(SystemExit) as exit_:

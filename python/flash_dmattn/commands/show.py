@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..key_indices import KeyIndices
 from ..planning import PlannedChunk, PlanReport, plan_chunks, plan_report
 from ..prepared import Mask, prepare_mask
 from ..selection import KeyIntervals, select_keys
@@ -69,16 +70,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         nargs="?",
         type=Path,
         help="torch.save or .npy file: a bool mask (Sq, Sk), (B, heads, Sk) or (B, heads, Sq, Sk), True = visible; "
-        "or scores (Sk) or (B, heads, Sk), of which --window-size are kept",
+        "or scores (Sk) or (B, heads, Sk), of which --window-size are kept; or integers, lists of keys per query "
+        "(Sq, n) or (B, heads, Sq, n)",
     )
     parser.add_argument("--pattern", choices=PATTERNS, help="a mask made up instead of a file (default: random)")
     parser.add_argument("--length", type=int, help="query rows and keys of the pattern (default: 2048)")
     parser.add_argument("--window-size", type=int, help="keys that a row keeps (default for patterns: 384)")
+    parser.add_argument("--keys", type=int, help="Sk, for a file with lists of keys (default: as many as rows)")
+    parser.add_argument("--block-size", type=int, help="keys that an entry of a list stands for (default: 1)")
     parser.add_argument("--seed", type=int, help="of the pattern's scores (default: 0)")
     parser.add_argument(
         "--causal",
         action=argparse.BooleanOptionalAction,
-        help="the causal rule (default: yes, but for a file with a mask)",
+        help="the causal rule (default: yes, but for a file with a mask or lists)",
     )
     parser.add_argument("--prepare", action="store_true", help="plan what prepare_mask makes of a file's mask")
     parser.add_argument("--batch", type=int, default=0, help="batch element of the file (default: 0)")
@@ -128,6 +132,7 @@ def from_pattern(options: argparse.Namespace) -> Subject:
     for name in ("batch", "head"):
         if getattr(options, name) != 0:
             raise BadArgument(f"--{name} chooses from a file; a pattern has one")
+    _refuse_list_options(options)
     if options.prepare:
         raise BadArgument("--prepare is for a file with a mask; a pattern is intervals already")
     pattern = options.pattern or "random"
@@ -159,6 +164,9 @@ def from_file(options: argparse.Namespace) -> Subject:
             raise BadArgument(f"--{name} belongs to a pattern; got a file too")
     tensor = _load(options.file)
     name, shape = options.file.name, tuple(tensor.shape)
+    if tensor.dtype in (torch.int32, torch.int64):
+        return _listed(tensor, options)
+    _refuse_list_options(options)
     if tensor.dtype == torch.bool:
         if options.window_size is not None:
             raise BadArgument("--window-size belongs to scores; the file holds a bool mask")
@@ -175,7 +183,9 @@ def from_file(options: argparse.Namespace) -> Subject:
             title += f", prepared: {mask.kind}"
         return Subject(title, mask, rows, keys, is_causal)
     if not tensor.is_floating_point():
-        raise BadArgument(f"a file must hold a bool mask or floating scores; {name} holds {tensor.dtype}")
+        raise BadArgument(
+            f"a file must hold a bool mask, floating scores or int32 or int64 lists; {name} holds {tensor.dtype}"
+        )
     if tensor.dim() not in (1, 3):
         raise BadArgument(f"scores must be (Sk) or (B, heads, Sk); {name} has {shape}")
     if options.prepare:
@@ -186,6 +196,30 @@ def from_file(options: argparse.Namespace) -> Subject:
         tensor = tensor.float()
     scores = _one_head(tensor if tensor.dim() == 3 else tensor[None, None], options)
     return _selected(scores, _window_size(options.window_size), options.causal is not False, f"scores of {name}")
+
+
+def _listed(indices: Tensor, options: argparse.Namespace) -> Subject:
+    name, shape = options.file.name, tuple(indices.shape)
+    if indices.dim() not in (2, 4):
+        raise BadArgument(f"lists must be (Sq, n) or (B, heads, Sq, n); {name} has {shape}")
+    for option, given in (("window-size", options.window_size is not None), ("prepare", options.prepare)):
+        if given:
+            raise BadArgument(f"--{option} does not belong to lists of keys; the file holds integers")
+    indices = _one_head(indices if indices.dim() == 4 else indices[None, None], options)
+    rows, keys = indices.shape[2], indices.shape[2] if options.keys is None else options.keys
+    block_size = 1 if options.block_size is None else options.block_size
+    for option, value in (("keys", keys), ("block-size", block_size)):
+        if not 1 <= value < 2**31:
+            raise BadArgument(f"--{option} must be between 1 and 2^31 - 1; got {value}")
+    is_causal = bool(options.causal)
+    title = f"lists {shape} of {name}" + ("" if block_size == 1 else f", blocks of {block_size}")
+    return Subject(title + (", causal" if is_causal else ""), KeyIndices(indices, block_size), rows, keys, is_causal)
+
+
+def _refuse_list_options(options: argparse.Namespace) -> None:
+    for name in ("keys", "block_size"):
+        if getattr(options, name) is not None:
+            raise BadArgument(f"--{name.replace('_', '-')} belongs to a file with lists of keys")
 
 
 def _selected(scores: Tensor, window: int, is_causal: bool, what: str) -> Subject:
