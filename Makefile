@@ -10,6 +10,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PRESET ?= release
 ARGS ?=
+RUNS ?= 1000000 100000
 
 ifdef PYTHON
   PY := $(shell command -v $(PYTHON))
@@ -34,7 +35,7 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
-.PHONY: help setup library build run test test-cpp test-python test-sanitize lint format bench check-neon check-sm80 \
+.PHONY: help setup library build run test test-cpp test-python test-sanitize fuzz lint format bench check-neon check-sm80 \
         check-wheel clean
 
 help:  ## this list
@@ -68,6 +69,16 @@ test-sanitize: setup  ## C++ tests under AddressSanitizer and UBSan; GPU tests, 
 	@ctest --preset sanitize
 	@if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) --no-print-directory build; fi
 	@PY=$(PY) tools/sanitize_gpu.sh $(BUILD)
+
+fuzz:  ## explore arguments and calls of the C++ library with libFuzzer (RUNS="1000000 100000": of each)
+	@tools/setup.sh fuzz
+	@$(CONFIGURE) --preset fuzz
+	@cmake --build --preset fuzz
+	@mkdir -p build/fuzz/found/validate build/fuzz/found/attention
+	@build/fuzz/tests/cpp/fuzz_validate -runs=$(word 1,$(RUNS)) -max_len=512 -print_final_stats=1 \
+	    build/fuzz/found/validate
+	@build/fuzz/tests/cpp/fuzz_attention -runs=$(word 2,$(RUNS)) -max_len=64 -print_final_stats=1 \
+	    build/fuzz/found/attention
 
 lint: setup  ## check formatting, style and that no include goes up the layers
 	@clang-format --dry-run --Werror $(CPP_FILES)

@@ -5,6 +5,7 @@
 #
 #   tools/setup.sh         the above; with PYTHON=... in the environment no .venv is made and nothing is
 #                          installed into that Python, only checked
+#   tools/setup.sh fuzz    also Clang with libFuzzer
 #   tools/setup.sh neon    also the cross-compiler for 64-bit Arm and an emulator to run what it builds
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +13,11 @@ cd "$(dirname "$0")/.."
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 have_header() { printf '#include <%s>\n' "$1" | "${CXX:-g++}" -x c++ -std=c++17 -E - >/dev/null 2>&1; }
+
+links_fuzzers() {
+  echo 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
+    clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2>/dev/null
+}
 
 # The Debian packages of what this machine lacks, whichever way it would have got it.
 missing_packages() {
@@ -22,6 +28,13 @@ missing_packages() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
   # torch.compile, which some tests use, compiles against Python.h.
   [[ -e $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] || echo python3-dev
+  if [[ ${1:-} == fuzz ]]; then
+    command -v clang++ >/dev/null || echo clang
+    # The sanitizers' libraries are a package of the compiler's version.
+    local version
+    version=$(clang++ -dumpversion 2>/dev/null | cut -d. -f1)
+    [[ -z $version ]] || links_fuzzers || echo "libclang-rt-$version-dev"
+  fi
   if [[ ${1:-} == neon ]]; then
     command -v aarch64-linux-gnu-g++ >/dev/null || echo g++-aarch64-linux-gnu
     command -v qemu-aarch64-static >/dev/null || echo qemu-user-static
@@ -43,6 +56,13 @@ install_packages() {
   # shellcheck disable=SC2086  # a list of words
   "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages
   packages=$(missing_packages "$@" | xargs)
+  # Some are only known to be missing once others are there.
+  if [[ -n $packages ]]; then
+    say "installing Debian packages: $packages"
+    # shellcheck disable=SC2086
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages
+    packages=$(missing_packages "$@" | xargs)
+  fi
   [[ -z $packages ]] || fail "still missing after their installation: $packages"
 }
 

@@ -156,9 +156,10 @@ HWY_INLINE void count_tiles(const TileClass* classes, int key_tiles, int rows, A
   }
 }
 
-// Token 0 of one head.
+// Token 0 of one head; null where there are no tokens.
 template <typename T>
 HWY_INLINE T* head_tokens(const TokenView& view, std::int64_t batch, std::int64_t head) {
+  if (!view.defined()) return nullptr;
   return static_cast<T*>(view.data) + batch * view.batch_stride + head * view.head_stride;
 }
 

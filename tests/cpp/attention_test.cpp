@@ -14,6 +14,8 @@
 #include "flash_dmattn/info.h"
 #include "flash_dmattn/plan.h"
 
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);  // fuzz_attention.cpp
+
 namespace flash_dmattn {
 namespace {
 
@@ -134,6 +136,17 @@ const std::vector<Variant> kVariants = {
     {.name = "no_rows", .shape = {2, 0, 5, 2, 1, 16}, .bias = {1, 1, 1, 5}},
     {.name = "no_batch", .shape = {0, 4, 5, 2, 1, 16}, .bias = {1, 2, 4, 5}},
     {.name = "no_heads", .shape = {2, 4, 5, 0, 1, 16}, .bias = {1, 1, 4, 5}},
+    {.name = "intervals", .shape = {2, 70, 190, 4, 2, 24}, .is_causal = true, .intervals = {1, 2, 190}},
+    {.name = "intervals_mask_and_lists",
+     .shape = {2, 70, 190, 4, 2, 24},
+     .mask = {2, 1, 190},
+     .seqlens = {190, 77},
+     .intervals = {2, 1, 190},
+     .indices = {1, 4, 70, 90}},
+    {.name = "decode_intervals_and_lists",
+     .shape = {2, 3, 1300, 4, 2, 24},
+     .intervals = {1, 1, 1300},
+     .indices = {2, 2, 3, 200}},
     {.name = "lists", .shape = {2, 70, 190, 4, 2, 24}, .is_causal = true, .indices = {2, 1, 70, 31}},
     {.name = "lists_of_key_heads",
      .shape = {2, 150, 300, 4, 2, 16},
@@ -472,6 +485,15 @@ TEST(Attention, ResultsAreRoundedToNearest) {
     for (std::size_t d = 0; d < 8; ++d) {  // halves round to even, as nearbyint does
       EXPECT_EQ(call.out.get(d), 1 + std::nearbyint(static_cast<double>(d) / 4) * eps) << name_of(dtype) << " " << d;
     }
+  }
+}
+
+TEST(Attention, SurvivesRandomCalls) {
+  std::mt19937 random(11);
+  std::vector<std::uint8_t> bytes(64);
+  for (int i = 0; i < 400; ++i) {
+    for (auto& byte : bytes) byte = static_cast<std::uint8_t>(random());
+    LLVMFuzzerTestOneInput(bytes.data(), bytes.size());  // aborts where something is wrong
   }
 }
 

@@ -138,8 +138,9 @@ struct Variant {
   double softcap = 0;
   double density = 0.6;  // of visible keys in the mask
   bool float_bias = false;
-  std::vector<std::int64_t> indices = {};  // of lists of keys
-  bool has_lengths = false;                // of the lists
+  std::vector<std::int64_t> intervals = {};  // (B or 1, heads or 1, Sk)
+  std::vector<std::int64_t> indices = {};    // of lists of keys
+  bool has_lengths = false;                  // of the lists
   std::int64_t block_size = 1;
 };
 
@@ -175,7 +176,7 @@ class SerialExecutor : public Executor {
 
 // The tensors of a forward and backward call.
 struct Call {
-  Tensor query, key, value, mask, bias, seqlens, indices, lengths, dout, dlse;
+  Tensor query, key, value, mask, bias, seqlens, begins, ends, indices, lengths, dout, dlse;
   Tensor out, lse, row_stats, dquery, dkey, dvalue, dbias;
   bool is_causal = false;
   std::int64_t block_size = 1;
@@ -204,6 +205,15 @@ struct Call {
     if (!variant.seqlens.empty()) {
       seqlens = Tensor(DType::kInt32, {s.batch});
       for (std::size_t b = 0; b < variant.seqlens.size(); ++b) seqlens.set(b, variant.seqlens[b]);
+    }
+    if (!variant.intervals.empty()) {
+      // Some begin before the first row, some end behind the last, some are empty.
+      begins = ends = Tensor(DType::kInt32, variant.intervals);
+      const auto rows = static_cast<unsigned>(s.rows);
+      begins.fill([&] { return static_cast<double>(random() % (rows + 3)) - 2; });
+      for (std::size_t i = 0; i < ends.count(); ++i) {
+        ends.set(i, begins.get(i) + static_cast<double>(random() % (rows + 2)) - 1);
+      }
     }
     if (!variant.indices.empty()) {
       // Some entries lie outside of the keys, some are there twice.
@@ -251,6 +261,7 @@ struct Call {
             .value = value.view(),
             .bias = bias.view(),
             .visibility = {.mask = mask.view(),
+                           .intervals = {begins.view(), ends.view()},
                            .indices = {indices.view(), lengths.view(), block_size},
                            .seqlens_k = seqlens.view(),
                            .is_causal = is_causal}};
@@ -285,11 +296,16 @@ struct Call {
     }
     if (j >= exist) return false;
     if (is_causal && j > row + exist - query.shape()[1]) return false;
+    if (begins.defined()) {
+      const std::size_t at = broadcast_index(begins, b, h, row, j);
+      if (static_cast<double>(row) < begins.get(at) || static_cast<double>(row) >= ends.get(at)) return false;
+    }
     if (indices.defined() && !is_listed(b, h, row, j)) return false;
     return !mask.defined() || mask.get(broadcast_index(mask, b, h, row, j)) != 0;
   }
 
   bool is_listed(std::int64_t b, std::int64_t h, std::int64_t row, std::int64_t j) const {
+    if (indices.shape()[3] == 0) return false;
     const std::size_t list = broadcast_index(indices, b, h, row, 0);
     auto count = static_cast<double>(indices.shape()[3]);
     if (lengths.defined()) count = std::min(count, lengths.get(list / static_cast<std::size_t>(indices.shape()[3])));
