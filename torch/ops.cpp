@@ -137,12 +137,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, T
   AttentionInputs inputs = make_inputs(query, key, value, bias, visibility);
   copy_where_needed(options, context, &query, &key, &value, &inputs);
 
-  // Also checks the inputs: from here on query has four dimensions.
+  // Also checks the inputs: from here on query and value have four dimensions.
   std::size_t bytes = 0;
   check(flash_dmattn::attention_forward_workspace(inputs, options, context, &bytes));
   const Workspace workspace(device, bytes);
 
-  const Tensor out = device.empty_like_shape(query);
+  const std::int64_t out_sizes[] = {query.size(0), query.size(1), query.size(2), value.size(3)};
+  const Tensor out = device.empty({out_sizes, 4}, query.scalar_type());
   const std::int64_t row_sizes[] = {query.size(0), query.size(2), query.size(1), 2};  // the last of row_stats only
   const bool is_double = inputs.query.dtype == DType::kFloat64;
   const ScalarType lse_dtype = is_double ? ScalarType::Double : ScalarType::Float;

@@ -2,7 +2,7 @@
 // an additive bias and its gradient. docs/semantics.md is the full contract.
 //
 //   B batch, Sq / Sk query / key length, H query heads, Hkv key heads (H % Hkv == 0; query head h
-//   reads key head h / (H / Hkv)), D head dim (1 to 256).
+//   reads key head h / (H / Hkv)), D head dim of query and key, Dv of value (1 to 256 each).
 #pragma once
 
 #include <cstddef>
@@ -52,12 +52,12 @@ struct Visibility {
   AttentionPlan plan{};
 };
 
-// Any strides and any alignment of the element type; only the stride of D must be 1 in query, key and
-// value (and in out, dout and their gradients). `float16 | bfloat16 | float32 | float64` is "T".
+// Any strides and any alignment of the element type; only the stride of D or Dv must be 1 in query,
+// key and value (and in out, dout and their gradients). `float16 | bfloat16 | float32 | float64` is "T".
 struct AttentionInputs {
   TensorView query;  // (B, Sq, H, D), T
   TensorView key;    // (B, Sk, Hkv, D), T
-  TensorView value;  // (B, Sk, Hkv, D), T
+  TensorView value;  // (B, Sk, Hkv, Dv), T; on CUDA Dv = D
   // Optional, added to the score. T or float32, the same forms as the mask.
   TensorView bias{};
   Visibility visibility{};
@@ -72,7 +72,7 @@ struct AttentionOptions {
 
 // Contiguous, not overlapping any input.
 struct AttentionOutputs {
-  TensorView out;  // (B, Sq, H, D), T
+  TensorView out;  // (B, Sq, H, Dv), T
   TensorView lse;  // (B, H, Sq), float32 (float64 with float64): log sum exp of the visible scores
   // Optional (B, H, Sq, 2), lse's dtype: the maximum of each row's scores and the logarithm of its sum apart, in a form
   // that is the backward's own. Of scores beyond some 1000 one number holds too little of both.
@@ -81,9 +81,9 @@ struct AttentionOutputs {
 
 // What the backward reads beside the forward's inputs.
 struct AttentionCotangents {
-  TensorView out;     // the forward's result, any strides with D's 1
+  TensorView out;     // the forward's result, any strides with Dv's 1
   TensorView lse;     // the forward's result, contiguous
-  TensorView dout;    // (B, Sq, H, D), T: gradient of the loss by out
+  TensorView dout;    // (B, Sq, H, Dv), T: gradient of the loss by out
   TensorView dlse{};  // optional (B, H, Sq), lse's dtype, any strides: gradient of the loss by lse
   // Optional, the forward's result, contiguous. Without it gradients lose accuracy where scores are large: a rounding
   // of lse by 0.01 is 1 % of every probability.
@@ -94,7 +94,7 @@ struct AttentionCotangents {
 struct AttentionGradients {
   TensorView dquery{};  // (B, Sq, H, D), T
   TensorView dkey{};    // (B, Sk, Hkv, D), T
-  TensorView dvalue{};  // (B, Sk, Hkv, D), T
+  TensorView dvalue{};  // (B, Sk, Hkv, Dv), T
   TensorView dbias{};   // the bias's shape and dtype; summed over every broadcast dimension
 };
 

@@ -110,7 +110,7 @@ def attention_forward(
             forward alone is as fast without.
 
     Returns:
-        out (B, Sq, H, D) in query's dtype, lse (B, H, Sq) in float32 (float64 with float64), and row_stats
+        out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq) in float32 (float64 with float64), and row_stats
         (B, H, Sq, 2), which is for the backward alone: no gradient flows through it.
     Raises:
         ValueError: a device, shape, dtype or number that semantics.md does not allow.
@@ -236,15 +236,20 @@ def _check_given(**tensors: Tensor | None) -> None:
             raise TypeError(f"{name} must be a torch.Tensor; got {name} of type NoneType")
 
 
+def _check_rank_4(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
+
+
 @torch.library.register_fake(_FORWARD, lib=_registrations)
 def _forward_shapes(query, key, value, *others_and_options):
     _check_given(query=query, key=key, value=value)
-    if query.dim() != 4:
-        raise ValueError(f"query must have 4 dimensions; got query {tuple(query.shape)}")
+    _check_rank_4(query=query, value=value)
     batch, rows, heads, _ = query.shape
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = query.new_empty((batch, heads, rows), dtype=lse_dtype)
-    return query.new_empty(query.shape), lse, lse.new_empty((batch, heads, rows, 2))
+    return query.new_empty((batch, rows, heads, value.shape[3])), lse, lse.new_empty((batch, heads, rows, 2))
 
 
 @torch.library.register_fake(_BACKWARD, lib=_registrations)
@@ -266,9 +271,7 @@ def _plan_shape(query, key, *others):
     visibility = unflatten(_PLANNED_FIELDS, others)
     mask = visibility.mask
     _check_given(query=query, key=key)
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
+    _check_rank_4(query=query, key=key)
     if mask is not None and not 2 <= mask.dim() <= 4:
         raise ValueError(f"mask must have 2, 3 or 4 dimensions; got mask {tuple(mask.shape)}")
     size = plan_size(query, key, visibility) if query.is_cuda else 0

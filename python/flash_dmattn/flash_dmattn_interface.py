@@ -41,7 +41,7 @@ def flash_dmattn_func(
     """Dynamic-mask attention with the signature of the original; see `attention` for shapes, dtypes and errors.
 
     Args:
-        query: (B, Sq, H, D); key, value: (B, Sk, Hkv, D).
+        query: (B, Sq, H, D); key: (B, Sk, Hkv, D); value: (B, Sk, Hkv, Dv).
         attn_mask: bool, True = visible, KeyIntervals, KeyIndices or PreparedMask; called mask in error messages.
         attn_bias: called bias there.
         scale, softmax_scale: two names of one number, default 1 / sqrt(D).
@@ -50,7 +50,7 @@ def flash_dmattn_func(
         return_attn_probs: for debugging. Also computes the attention probabilities, unfused: (B, H, Sq, Sk) numbers.
 
     Returns:
-        out (B, Sq, H, D), or with return_attn_probs (out, lse, probs): lse (B, H, Sq), and probs (B, H, Sq, Sk) in
+        out (B, Sq, H, Dv), or with return_attn_probs (out, lse, probs): lse (B, H, Sq), and probs (B, H, Sq, Sk) in
         lse's dtype, each visible row summing to 1 and hidden keys 0. probs is not differentiable.
     """
     check_mask("attn_mask", attn_mask)

@@ -37,12 +37,13 @@ def attention(
     and, on a GPU, packed to Sq * Sk / 8 bytes.
 
     B batch, Sq and Sk query and key length, H query heads, Hkv key heads (query head h reads key head
-    h // (H / Hkv)), D head dim (1 to 256). Any strides are read as they are, except that query, key and value are
-    copied once if D's stride is not 1. Source: docs/semantics.md.
+    h // (H / Hkv)), D head dim of query and key, Dv of value (1 to 256 each; on a GPU Dv = D). Any strides are read as
+    they are, except that query, key and value are copied once if the stride of D or Dv is not 1. Source:
+    docs/semantics.md.
 
     Args:
         query: (B, Sq, H, D), float16, bfloat16, float32 or float64.
-        key, value: (B, Sk, Hkv, D), query's dtype.
+        key: (B, Sk, Hkv, D), value: (B, Sk, Hkv, Dv), query's dtype.
         mask: bool, True = visible; (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key (B or 1, H or Hkv or 1, Sk or 1),
             or (Sq or 1, Sk or 1). An expanded view is never materialised. Or KeyIntervals (B or 1, H or Hkv or 1, Sk),
             from `select_keys` for example. Or KeyIndices, lists of keys per row (B or 1, 1 or Hkv or H, Sq or 1, n), on
@@ -58,7 +59,7 @@ def attention(
         return_lse: also return the log-sum-exp of each row's visible scores.
 
     Returns:
-        out (B, Sq, H, D) in query's dtype, and with return_lse lse (B, H, Sq) in float32 (float64 with float64). Both
+        out (B, Sq, H, Dv) in query's dtype, and with return_lse lse (B, H, Sq) in float32 (float64 with float64). Both
         are differentiable, once. A row that sees no key has out = 0 and lse = -inf.
 
     Raises:
@@ -105,7 +106,7 @@ def dynamic_mask_attention(
     scores. Source: "Trainable Dynamic Mask Sparse Attention", arXiv 2508.02124; docs/semantics.md.
 
     Args:
-        query: (B, Sq, H, D); key, value: (B, Sk, Hkv, D), as in `attention`.
+        query: (B, Sq, H, D); key: (B, Sk, Hkv, D); value: (B, Sk, Hkv, Dv), as in `attention`.
         key_bias: (B or 1, H or Hkv or 1, Sk), query's dtype or float32. Its gradient has its shape.
         window_size: keys that a row sees at most.
         scores: what to select by, detached; default key_bias. (B or 1, H or Hkv or 1, Sk), any floating dtype.
@@ -117,7 +118,7 @@ def dynamic_mask_attention(
         scale, softcap, deterministic, return_lse: as in `attention`; softcap None means 0 (none).
 
     Returns:
-        As `attention`: out (B, Sq, H, D), and with return_lse lse (B, H, Sq).
+        As `attention`: out (B, Sq, H, Dv), and with return_lse lse (B, H, Sq).
 
     Raises:
         As `attention`, and ValueError: is_causal=False with selection="causal", or another selection.

@@ -49,10 +49,10 @@ Status clear(const Backend& backend, void* data, std::int64_t elements, DType dt
 
 // Without a query row every gradient that is asked for is zero, and that of the queries has no elements.
 Status clear_gradients(const Backend& backend, const BackwardProblem& problem, const CallContext& call) {
-  const std::int64_t key_elements = problem.batch * problem.keys * problem.key_heads * problem.head_dim;
+  const std::int64_t key_rows = problem.batch * problem.keys * problem.key_heads;
   const BroadcastView& dbias = problem.dbias;
-  Status status = clear(backend, problem.dkey.data, key_elements, problem.dtype, call);
-  if (status.ok()) status = clear(backend, problem.dvalue.data, key_elements, problem.dtype, call);
+  Status status = clear(backend, problem.dkey.data, key_rows * problem.head_dim, problem.dtype, call);
+  if (status.ok()) status = clear(backend, problem.dvalue.data, key_rows * problem.value_dim, problem.dtype, call);
   if (!status.ok()) return status;
   return clear(backend, dbias.data, dbias.batches * dbias.heads * dbias.rows * dbias.keys, dbias.dtype, call);
 }

@@ -55,8 +55,11 @@ Status check_sizes(const AttentionInputs& inputs) {
   if (key.shape[3] != query.shape[3]) {
     return Status::invalid("key", "must have query's head dim", both("key", key, "query", query));
   }
-  if (value.shape != key.shape) {
-    return Status::invalid("value", "must have key's shape", both("value", value, "key", key));
+  if (value.shape[3] < 1 || value.shape[3] > kMaxHeadDim) {
+    return Status::invalid("value", "must have a head dim of 1 to 256", show("value", value));
+  }
+  if (!std::equal(key.shape.begin(), key.shape.begin() + 3, value.shape.begin())) {
+    return Status::invalid("value", "must have key's shape but for the head dim", both("value", value, "key", key));
   }
   if (Status status = check_length("query", query, query.shape[1]); !status.ok()) return status;
   if (Status status = check_length("key", key, key.shape[1]); !status.ok()) return status;
@@ -294,6 +297,14 @@ Expected key_like(const char* name, const TensorView& view, const AttentionProbl
   return {name, &view, p.dtype, "(B, Sk, Hkv, D)", 4, {p.batch, p.keys, p.key_heads, p.head_dim}, layout};
 }
 
+Expected out_like(const char* name, const TensorView& view, const AttentionProblem& p, Layout layout) {
+  return {name, &view, p.dtype, "(B, Sq, H, Dv)", 4, {p.batch, p.rows, p.heads, p.value_dim}, layout};
+}
+
+Expected value_like(const char* name, const TensorView& view, const AttentionProblem& p, Layout layout) {
+  return {name, &view, p.dtype, "(B, Sk, Hkv, Dv)", 4, {p.batch, p.keys, p.key_heads, p.value_dim}, layout};
+}
+
 Expected lse_like(const char* name, const TensorView& view, const AttentionProblem& p, Layout layout) {
   return {name, &view, lse_dtype(p.dtype), "(B, H, Sq)", 3, {p.batch, p.heads, p.rows}, layout};
 }
@@ -318,7 +329,7 @@ Status read_gradients(const AttentionGradients& gradients, const TensorView& bia
   } table[] = {
       {query_like("dquery", gradients.dquery, *problem, Layout::kContiguous), &problem->dquery},
       {key_like("dkey", gradients.dkey, *problem, Layout::kContiguous), &problem->dkey},
-      {key_like("dvalue", gradients.dvalue, *problem, Layout::kContiguous), &problem->dvalue},
+      {value_like("dvalue", gradients.dvalue, *problem, Layout::kContiguous), &problem->dvalue},
   };
   for (const auto& [expected, result] : table) {
     if (expected.view->rank == 0) continue;  // not asked for
@@ -343,6 +354,7 @@ Status make_problem(const AttentionInputs& inputs, const AttentionOptions& optio
   problem->rows = query[1];
   problem->heads = query[2];
   problem->head_dim = query[3];
+  problem->value_dim = inputs.value.shape[3];
   problem->keys = key[1];
   problem->key_heads = key[2];
   problem->query = token_view(inputs.query);
@@ -365,7 +377,7 @@ Status make_forward_problem(const AttentionInputs& inputs, const AttentionOption
                             const AttentionOutputs& outputs, ForwardProblem* problem) {
   *problem = {};
   if (Status status = make_problem(inputs, options, problem); !status.ok()) return status;
-  Status status = check_all({query_like("out", outputs.out, *problem, Layout::kContiguous),
+  Status status = check_all({out_like("out", outputs.out, *problem, Layout::kContiguous),
                              lse_like("lse", outputs.lse, *problem, Layout::kContiguous)});
   if (!status.ok()) return status;
   problem->out = token_view(outputs.out);
@@ -380,9 +392,9 @@ Status make_backward_problem(const AttentionInputs& inputs, const AttentionCotan
                              BackwardProblem* problem) {
   *problem = {};
   if (Status status = make_problem(inputs, options, problem); !status.ok()) return status;
-  Status status = check_all({query_like("out", cotangents.out, *problem, Layout::kUnitHeadDim),
+  Status status = check_all({out_like("out", cotangents.out, *problem, Layout::kUnitHeadDim),
                              lse_like("lse", cotangents.lse, *problem, Layout::kContiguous),
-                             query_like("dout", cotangents.dout, *problem, Layout::kUnitHeadDim)});
+                             out_like("dout", cotangents.dout, *problem, Layout::kUnitHeadDim)});
   if (!status.ok()) return status;
   problem->out = token_view(cotangents.out);
   problem->lse = cotangents.lse.data;

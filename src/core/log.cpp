@@ -22,6 +22,7 @@ std::string describe_call(const char* direction, const AttentionProblem& problem
   add(" Sq", problem.rows);
   add(" Sk", problem.keys);
   add(" D", problem.head_dim);
+  if (problem.value_dim != problem.head_dim) add(" Dv", problem.value_dim);
   if (problem.visibility.is_causal) line += " causal";
   if (problem.visibility.mask.defined()) line += " mask";
   if (problem.visibility.intervals.defined()) line += " intervals";

@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::internal {
 
-// (B, S, heads, D) tokens of any strides, D's being 1. Strides in elements.
+// (B, S, heads, D or Dv) tokens of any strides, the last being 1. Strides in elements.
 struct TokenView {
   void* data = nullptr;
   std::int64_t batch_stride = 0;
@@ -67,7 +67,9 @@ struct VisibilityViews {
 
 struct AttentionProblem {
   DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
-  std::int64_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0, head_dim = 0;
+  std::int64_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0;
+  std::int64_t head_dim = 0;   // of query and key
+  std::int64_t value_dim = 0;  // the head dim of value and out
   TokenView query, key, value;
   VisibilityViews visibility;
   BroadcastView bias;  // data null: none

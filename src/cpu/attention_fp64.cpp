@@ -167,19 +167,19 @@ void forward_row(const ForwardProblem& p, std::int64_t b, std::int64_t h, std::i
   double& lse = static_cast<double*>(p.lse)[index];
   const double max = seen.max_score();
   if (!std::isfinite(max)) {  // nothing to see, or a score that breaks the row
-    std::fill_n(out, p.head_dim, max == -kInfinity ? 0.0 : kNaN);
+    std::fill_n(out, p.value_dim, max == -kInfinity ? 0.0 : kNaN);
     lse = max;
     store_stats(p, index, max, 0);
     return;
   }
   double sum = 0;
-  std::fill_n(out, p.head_dim, 0.0);
+  std::fill_n(out, p.value_dim, 0.0);
   for (std::size_t i = 0; i < seen.size(); ++i) {
     const double weight = std::exp(seen.score(i) - max);
     sum += weight;
-    add_scaled(weight, token(p.value, b, seen.key(i), h / p.group()), p.head_dim, out);
+    add_scaled(weight, token(p.value, b, seen.key(i), h / p.group()), p.value_dim, out);
   }
-  for (std::int64_t d = 0; d < p.head_dim; ++d) out[d] /= sum;
+  for (std::int64_t d = 0; d < p.value_dim; ++d) out[d] /= sum;
   const double log_sum = std::log(sum);
   lse = max + log_sum;
   store_stats(p, index, max, log_sum);
@@ -195,7 +195,7 @@ void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std:
   if (lse == -kInfinity) return;  // sees nothing, so its query and dout may hold anything
   const double* query = token(p.query, b, row, h);
   const double* dout = token(p.dout, b, row, h);
-  double delta = dot(dout, token(p.out, b, row, h), p.head_dim);
+  double delta = dot(dout, token(p.out, b, row, h), p.value_dim);
   if (p.dlse != nullptr) {
     delta -=
         static_cast<const double*>(p.dlse)[b * p.dlse_batch_stride + h * p.dlse_head_stride + row * p.dlse_row_stride];
@@ -204,9 +204,9 @@ void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std:
   for (std::size_t i = 0; i < seen.size(); ++i) {
     const std::int64_t j = seen.key(i);
     const double probability = std::isfinite(lse) ? std::exp(seen.score(i) - max - log_sum) : kNaN;
-    const double dscore = probability * (dot(dout, token(p.value, b, j, key_head), p.head_dim) - delta);
+    const double dscore = probability * (dot(dout, token(p.value, b, j, key_head), p.value_dim) - delta);
     const double dproduct = p.scale * seen.slope(i) * dscore;
-    if (p.dvalue.defined()) add_scaled(probability, dout, p.head_dim, token(p.dvalue, b, j, key_head));
+    if (p.dvalue.defined()) add_scaled(probability, dout, p.value_dim, token(p.dvalue, b, j, key_head));
     if (p.dquery.defined()) {
       add_scaled(dproduct, token(p.key, b, j, key_head), p.head_dim, token(p.dquery, b, row, h));
     }
@@ -227,7 +227,7 @@ void forward_fp64(const ForwardProblem& p, Executor& executor, AttentionCounters
 void backward_fp64(const BackwardProblem& p, Executor& executor, AttentionCounters* counters) {
   fill_zero(p.dquery, p.batch * p.rows * p.heads * p.head_dim);
   fill_zero(p.dkey, p.batch * p.keys * p.key_heads * p.head_dim);
-  fill_zero(p.dvalue, p.batch * p.keys * p.key_heads * p.head_dim);
+  fill_zero(p.dvalue, p.batch * p.keys * p.key_heads * p.value_dim);
   const std::int64_t dbias_count = p.dbias.batches * p.dbias.heads * p.dbias.rows * p.dbias.keys;
   const bool rounds_dbias = p.dbias.defined() && p.dbias.dtype == DType::kFloat32;
   std::vector<double> dbias_sums(static_cast<std::size_t>(rounds_dbias ? dbias_count : 0));

@@ -28,6 +28,7 @@ class BackwardUnit {
         rule_(problem),
         dbias_(problem, schedule, arena_),
         head_dim_(static_cast<int>(problem.head_dim)),
+        value_dim_(static_cast<int>(problem.value_dim)),
         out_stride_(Products::out_stride(head_dim_)),
         padded_rows_(static_cast<int>(round_up(schedule.chunk_rows, kBackwardRowTile))),
         need_score_gradient_(problem.dquery.defined() || problem.dkey.defined() || problem.dbias.defined()) {
@@ -42,8 +43,8 @@ class BackwardUnit {
     scores_ = arena_.take<float>(kBackwardRowTile * kScoreStride);
     if (problem.bias.defined()) bias_block_ = arena_.take<float>(kKeyBlock);
     if (need_score_gradient_) {
-      douts_ = arena_.take<Packed>(Products::left_size(rows, head_dim_));
-      value_columns_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
+      douts_ = arena_.take<Packed>(Products::left_size(rows, value_dim_));
+      value_columns_ = arena_.take<Packed>(Products::columns_size(block_keys, value_dim_));
       gradients_ = arena_.take<float>(kBackwardRowTile * kScoreStride);
     }
     if (problem.dquery.defined()) {
@@ -51,17 +52,16 @@ class BackwardUnit {
       dquery_ = arena_.take<float>(static_cast<std::size_t>(rows * out_stride_));
     }
     const GradientSums layout(problem, schedule, nullptr);
-    const std::size_t own_sums =
-        schedule.splits > 1 ? 0 : static_cast<std::size_t>(layout.pairs_per_unit()) * layout.pair_size();
+    const std::size_t own_pairs = schedule.splits > 1 ? 0 : static_cast<std::size_t>(layout.pairs_per_unit());
     if (problem.dkey.defined()) {
       query_rows_ = arena_.take<Packed>(Products::rows_size(rows, head_dim_));
       dkey_block_ = arena_.take<float>(Products::block_size(head_dim_));
-      own_dkey_ = arena_.take<float>(own_sums);
+      own_dkey_ = arena_.take<float>(own_pairs * layout.dkey_size());
     }
     if (problem.dvalue.defined()) {
-      dout_rows_ = arena_.take<Packed>(Products::rows_size(rows, head_dim_));
-      dvalue_block_ = arena_.take<float>(Products::block_size(head_dim_));
-      own_dvalue_ = arena_.take<float>(own_sums);
+      dout_rows_ = arena_.take<Packed>(Products::rows_size(rows, value_dim_));
+      dvalue_block_ = arena_.take<float>(Products::block_size(value_dim_));
+      own_dvalue_ = arena_.take<float>(own_pairs * layout.dvalue_size());
     }
   }
 
@@ -89,9 +89,11 @@ class BackwardUnit {
     const bool own = schedule_.splits == 1;
     dkey_sums_ = own ? own_dkey_ : sums.dkey(index, 0);
     dvalue_sums_ = own ? own_dvalue_ : sums.dvalue(index, 0);
-    const auto size = static_cast<std::int64_t>(sums.pair_size()) * sums.pairs_per_unit();
-    if (problem_.dkey.defined()) fill_floats(dkey_sums_, size, 0.0f);
-    if (problem_.dvalue.defined()) fill_floats(dvalue_sums_, size, 0.0f);
+    const std::int64_t pairs = sums.pairs_per_unit();
+    if (problem_.dkey.defined()) fill_floats(dkey_sums_, pairs * static_cast<std::int64_t>(sums.dkey_size()), 0.0f);
+    if (problem_.dvalue.defined()) {
+      fill_floats(dvalue_sums_, pairs * static_cast<std::int64_t>(sums.dvalue_size()), 0.0f);
+    }
     if (problem_.dbias.defined()) dbias_.begin_unit(sums.columns(index), sums.columns_size());
   }
 
@@ -99,15 +101,15 @@ class BackwardUnit {
     for (std::int64_t pair = 0; pair < sums.pairs_per_unit(); ++pair) {
       const std::int64_t batch = unit.batch_begin + pair / schedule_.group_key_heads;
       const std::int64_t key_head = unit.key_head_begin + pair % schedule_.group_key_heads;
-      const std::size_t at = static_cast<std::size_t>(pair) * sums.pair_size();
+      const auto index = static_cast<std::size_t>(pair);
       if (problem_.dkey.defined()) {
-        finish_rows(own_dkey_ + at, 1, 0, sums.row_stride(), 0, problem_.keys, head_dim_,
+        finish_rows(own_dkey_ + index * sums.dkey_size(), 1, 0, sums.dkey_stride(), 0, problem_.keys, head_dim_,
                     static_cast<float>(problem_.scale), head_tokens<T>(problem_.dkey, batch, key_head),
                     problem_.dkey.token_stride);
       }
       if (problem_.dvalue.defined()) {
-        finish_rows(own_dvalue_ + at, 1, 0, sums.row_stride(), 0, problem_.keys, head_dim_, 1.0f,
-                    head_tokens<T>(problem_.dvalue, batch, key_head), problem_.dvalue.token_stride);
+        finish_rows(own_dvalue_ + index * sums.dvalue_size(), 1, 0, sums.dvalue_stride(), 0, problem_.keys, value_dim_,
+                    1.0f, head_tokens<T>(problem_.dvalue, batch, key_head), problem_.dvalue.token_stride);
       }
     }
   }
@@ -126,7 +128,7 @@ class BackwardUnit {
         if (counters_ != nullptr) count_plan(plan, schedule_.pass_heads, counters_);
         const std::int64_t key_head = head / group;
         const std::int64_t pair = i * schedule_.group_key_heads + key_head - unit.key_head_begin;
-        attend(plan, batch, key_head, head, sums, static_cast<std::size_t>(pair) * sums.pair_size());
+        attend(plan, batch, key_head, head, sums, static_cast<std::size_t>(pair));
       }
       const std::int64_t next = head + schedule_.pass_heads;
       if (next == first_head + heads || next % bias_heads == 0) {
@@ -135,9 +137,9 @@ class BackwardUnit {
     }
   }
 
-  // The pass's query heads from `head` on over one chunk.
+  // The pass's query heads from `head` on over one chunk. `pair`: their key head's, of the unit's.
   void attend(const ChunkPlan& plan, std::int64_t batch, std::int64_t key_head, std::int64_t head,
-              const GradientSums& sums, std::size_t pair_offset) {
+              const GradientSums& sums, std::size_t pair) {
     for (int h = 0; h < schedule_.pass_heads; ++h) begin_rows(plan, batch, head + h, h);
     const T* keys = head_tokens<T>(problem_.key, batch, key_head);
     const T* values = head_tokens<T>(problem_.value, batch, key_head);
@@ -147,14 +149,13 @@ class BackwardUnit {
       const auto key_source = key_rows(plan, keys, problem_.key.token_stride, head_dim_, first, count);
       Products::pack_columns(key_source, padded, key_columns_);
       if (need_score_gradient_) {
-        Products::pack_columns(key_rows(plan, values, problem_.value.token_stride, head_dim_, first, count), padded,
+        Products::pack_columns(key_rows(plan, values, problem_.value.token_stride, value_dim_, first, count), padded,
                                value_columns_);
       }
       if (problem_.dquery.defined()) Products::pack_depth(key_source, padded, key_depth_);
       if (counters_ != nullptr) counters_->copied_keys += count;
-      const auto block_floats = static_cast<std::int64_t>(Products::block_size(head_dim_));
-      if (problem_.dkey.defined()) fill_floats(dkey_block_, block_floats, 0.0f);
-      if (problem_.dvalue.defined()) fill_floats(dvalue_block_, block_floats, 0.0f);
+      if (problem_.dkey.defined()) clear_block(head_dim_, dkey_block_);
+      if (problem_.dvalue.defined()) clear_block(value_dim_, dvalue_block_);
       for (int h = 0; h < schedule_.pass_heads; ++h) {
         BiasReader<T> bias;
         if (problem_.bias.defined()) {
@@ -168,11 +169,12 @@ class BackwardUnit {
       }
       const auto listed_key = [&](int key) { return plan.key(first + key); };
       if (problem_.dkey.defined()) {
-        Products::scatter_block(dkey_block_, head_dim_, count, listed_key, sums.row_stride(), dkey_sums_ + pair_offset);
+        Products::scatter_block(dkey_block_, head_dim_, count, listed_key, sums.dkey_stride(),
+                                dkey_sums_ + pair * sums.dkey_size());
       }
       if (problem_.dvalue.defined()) {
-        Products::scatter_block(dvalue_block_, head_dim_, count, listed_key, sums.row_stride(),
-                                dvalue_sums_ + pair_offset);
+        Products::scatter_block(dvalue_block_, value_dim_, count, listed_key, sums.dvalue_stride(),
+                                dvalue_sums_ + pair * sums.dvalue_size());
       }
     }
     if (!problem_.dquery.defined()) return;
@@ -184,6 +186,10 @@ class BackwardUnit {
                   dquery + (plan.row_begin + row) * problem_.dquery.token_stride);
       }
     }
+  }
+
+  static void clear_block(int dim, float* block) {
+    fill_floats(block, static_cast<std::int64_t>(Products::block_size(dim)), 0.0f);
   }
 
   // Packs the chunk's rows of one head and what the softmax's derivative needs of them.
@@ -198,24 +204,25 @@ class BackwardUnit {
       // A row that sees nothing touches no gradient, whatever its query and dout hold.
       present_[at + row] = lse[row] != kMinusInfinity;
     }
-    RowSource<T> queries = chunk_rows(plan, problem_.query, batch, head, h);
-    RowSource<T> douts = chunk_rows(plan, problem_.dout, batch, head, h);
-    RowSource<T> outs = chunk_rows(plan, problem_.out, batch, head, h);
+    RowSource<T> queries = chunk_rows(plan, problem_.query, head_dim_, batch, head, h);
+    RowSource<T> douts = chunk_rows(plan, problem_.dout, value_dim_, batch, head, h);
+    RowSource<T> outs = chunk_rows(plan, problem_.out, value_dim_, batch, head, h);
     const int padded = static_cast<int>(round_up(plan.rows, kBackwardRowTile));
-    const std::size_t left = Products::left_size(at, head_dim_), rows_at = Products::rows_size(at, head_dim_);
-    Products::template pack_left<kBackwardRowTile>(queries, padded, queries_ + left);
+    Products::template pack_left<kBackwardRowTile>(queries, padded, queries_ + Products::left_size(at, head_dim_));
     if (problem_.dkey.defined()) {
-      Products::template pack_row_operand<kBackwardRowTile>(queries, padded_rows_, query_rows_ + rows_at);
+      Products::template pack_row_operand<kBackwardRowTile>(queries, padded_rows_,
+                                                            query_rows_ + Products::rows_size(at, head_dim_));
     }
     if (problem_.dvalue.defined()) {
-      Products::template pack_row_operand<kBackwardRowTile>(douts, padded_rows_, dout_rows_ + rows_at);
+      Products::template pack_row_operand<kBackwardRowTile>(douts, padded_rows_,
+                                                            dout_rows_ + Products::rows_size(at, value_dim_));
     }
     if (problem_.dquery.defined()) {
       fill_floats(dquery_ + static_cast<std::int64_t>(at) * out_stride_,
                   static_cast<std::int64_t>(plan.rows) * out_stride_, 0.0f);
     }
     if (!need_score_gradient_) return;
-    Products::template pack_left<kBackwardRowTile>(douts, padded, douts_ + left);
+    Products::template pack_left<kBackwardRowTile>(douts, padded, douts_ + Products::left_size(at, value_dim_));
     const auto* dlse = static_cast<const float*>(problem_.dlse);
     if (dlse != nullptr) dlse += batch * problem_.dlse_batch_stride + head * problem_.dlse_head_stride;
     for (int row = 0; row < plan.rows; ++row) {
@@ -227,24 +234,26 @@ class BackwardUnit {
     dbias_.clear_rows(plan, batch, head);
   }
 
-  RowSource<T> chunk_rows(const ChunkPlan& plan, const TokenView& view, std::int64_t batch, std::int64_t head, int h) {
+  RowSource<T> chunk_rows(const ChunkPlan& plan, const TokenView& view, int head_dim, std::int64_t batch,
+                          std::int64_t head, int h) {
     RowSource<T> rows;
     rows.head = head_tokens<T>(view, batch, head);
     rows.stride = view.token_stride;
     rows.begin = plan.row_begin;
     rows.count = plan.rows;
-    rows.head_dim = head_dim_;
+    rows.head_dim = head_dim;
     rows.present = present_ + h * padded_rows_;
     return rows;
   }
 
+  // Of rows of out.
   float dot_rows(const T* a, const T* b) const {
     float left[kMaxHeadDim], right[kMaxHeadDim];
-    convert_row(a, head_dim_, left);
-    convert_row(b, head_dim_, right);
-    const int padded = static_cast<int>(round_up(head_dim_, kLanes));
-    fill_floats(left + head_dim_, padded - head_dim_, 0.0f);
-    fill_floats(right + head_dim_, padded - head_dim_, 0.0f);
+    convert_row(a, value_dim_, left);
+    convert_row(b, value_dim_, right);
+    const int padded = static_cast<int>(round_up(value_dim_, kLanes));
+    fill_floats(left + value_dim_, padded - value_dim_, 0.0f);
+    fill_floats(right + value_dim_, padded - value_dim_, 0.0f);
     Vec sum = hn::Zero(kFloats);
     for (int i = 0; i < padded; i += kLanes) {
       sum = hn::MulAdd(hn::LoadU(kFloats, left + i), hn::LoadU(kFloats, right + i), sum);
@@ -258,34 +267,36 @@ class BackwardUnit {
     const int key_tiles = padded / kTileKeys;
     const TileClass* classes =
         plan.classes + static_cast<std::int64_t>(row_tile) * plan.key_tiles() + first / kTileKeys;
-    const std::size_t left = Products::left_size(h * padded_rows_, head_dim_);
+    const int at = h * padded_rows_;
+    const std::size_t query_at = Products::left_size(at, head_dim_), dout_at = Products::left_size(at, value_dim_);
     const bool any = for_each_run(classes, key_tiles, [&](int begin, int end) {
-      Products::template multiply_scores<kBackwardRowTile>(queries_ + left, row_tile, rows, key_columns_, head_dim_,
+      Products::template multiply_scores<kBackwardRowTile>(queries_ + query_at, row_tile, rows, key_columns_, head_dim_,
                                                            begin * kTileKeys, end * kTileKeys, scores_);
       if (!need_score_gradient_) return;
-      Products::template multiply_scores<kBackwardRowTile>(douts_ + left, row_tile, rows, value_columns_, head_dim_,
+      Products::template multiply_scores<kBackwardRowTile>(douts_ + dout_at, row_tile, rows, value_columns_, value_dim_,
                                                            begin * kTileKeys, end * kTileKeys, gradients_);
     });
     if (!any) return;
     if (counters_ != nullptr) count_tiles(classes, key_tiles, rows, counters_);
     for (int row = 0; row < rows; ++row) {
-      differentiate_row(plan, row_begin + row, h * padded_rows_ + row_begin + row, classes, key_tiles, first, bias,
+      differentiate_row(plan, row_begin + row, at + row_begin + row, classes, key_tiles, first, bias,
                         scores_ + row * kScoreStride, gradients_ + row * kScoreStride);
     }
-    const std::size_t rows_at = Products::rows_size(h * padded_rows_, head_dim_);
+    const Packed* dout_rows = dout_rows_ + Products::rows_size(at, value_dim_);
+    const Packed* query_rows = query_rows_ + Products::rows_size(at, head_dim_);
     for_each_run(classes, key_tiles, [&](int begin_tile, int end_tile) {
       const int begin = begin_tile * kTileKeys, end = end_tile * kTileKeys;
       if (problem_.dvalue.defined()) {
-        Products::template accumulate_columns<kBackwardRowTile>(scores_, row_tile, rows, dout_rows_ + rows_at,
-                                                                padded_rows_, head_dim_, begin, end, dvalue_block_);
+        Products::template accumulate_columns<kBackwardRowTile>(scores_, row_tile, rows, dout_rows, padded_rows_,
+                                                                value_dim_, begin, end, dvalue_block_);
       }
       if (problem_.dkey.defined()) {
-        Products::template accumulate_columns<kBackwardRowTile>(gradients_, row_tile, rows, query_rows_ + rows_at,
-                                                                padded_rows_, head_dim_, begin, end, dkey_block_);
+        Products::template accumulate_columns<kBackwardRowTile>(gradients_, row_tile, rows, query_rows, padded_rows_,
+                                                                head_dim_, begin, end, dkey_block_);
       }
       if (problem_.dquery.defined()) {
         Products::accumulate_rows(gradients_, rows, key_depth_, padded, head_dim_, begin, end,
-                                  dquery_ + static_cast<std::int64_t>(h * padded_rows_ + row_begin) * out_stride_);
+                                  dquery_ + static_cast<std::int64_t>(at + row_begin) * out_stride_);
       }
     });
   }
@@ -376,7 +387,7 @@ class BackwardUnit {
   ChunkPlanner planner_;
   ScoreRule rule_;
   BiasGradientSink<T> dbias_;
-  int head_dim_, out_stride_, padded_rows_;
+  int head_dim_, value_dim_, out_stride_, padded_rows_;
   bool need_score_gradient_;
   AttentionCounters* counters_ = nullptr;
   // The chunk's rows, packed once.

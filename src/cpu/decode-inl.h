@@ -24,6 +24,7 @@ class DecodeUnit {
         schedule_(schedule),
         rule_(problem),
         head_dim_(static_cast<int>(problem.head_dim)),
+        value_dim_(static_cast<int>(problem.value_dim)),
         rows_(static_cast<int>(problem.rows)),
         pass_rows_(schedule.pass_heads * rows_),
         query_stride_(static_cast<int>(round_up(problem.head_dim, Streamed<T>::kWidth))) {
@@ -142,7 +143,7 @@ class DecodeUnit {
   Fetch fetch_of(const DecodePlans& plans, const Step& step) const {
     const Pass pass = make_pass(plans, step.pass);
     return {ListedRows<T>(pass.plan, step.first, pass.keys, problem_->key.token_stride, head_dim_),
-            ListedRows<T>(pass.plan, step.first, pass.values, problem_->value.token_stride, head_dim_)};
+            ListedRows<T>(pass.plan, step.first, pass.values, problem_->value.token_stride, value_dim_)};
   }
 
   // `fetch`: on the way.
@@ -159,7 +160,7 @@ class DecodeUnit {
       multiply_scores_in_place(pass.queries + static_cast<std::int64_t>(row) * query_stride_, query_stride_, rows, keys,
                                count, head_dim_, fetch.keys, scores_);
       exponentiate_rows(pass, row, rows, first, count);
-      accumulate_rows_in_place(scores_, rows, values, count, head_dim_, fetch.values,
+      accumulate_rows_in_place(scores_, rows, values, count, value_dim_, fetch.values,
                                pass.part.out + static_cast<std::int64_t>(row) * parts_->out_stride(),
                                parts_->out_stride());
       fetch = {};  // once is enough
@@ -259,7 +260,7 @@ class DecodeUnit {
   Arena arena_;
   const DecodeSchedule& schedule_;
   ScoreRule rule_;
-  int head_dim_, rows_, pass_rows_, query_stride_;
+  int head_dim_, value_dim_, rows_, pass_rows_, query_stride_;
   const ForwardProblem* problem_ = nullptr;
   const DecodeParts* parts_ = nullptr;
   DecodeSchedule::Unit unit_{};

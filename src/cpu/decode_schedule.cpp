@@ -26,8 +26,8 @@ constexpr std::int64_t kMaxUnitKeyHeads = 8;
 constexpr std::int64_t kPlannedKeys = 1 << 14;
 constexpr std::int64_t kMinPlanKeys = 256, kMaxPlanKeys = 4096;
 
-// Elements of K below which waking another worker costs more than it saves: some 40 us of one core.
-constexpr std::int64_t kKeyElementsPerWorker = 1 << 18;
+// Elements of K or V below which waking another worker costs more than it saves: some 40 us of one core.
+constexpr std::int64_t kElementsPerWorker = 1 << 18;
 
 // Rows of a part are padded to the longest vector of any instruction set, in floats.
 constexpr std::int64_t kLongestVector = 16;
@@ -72,8 +72,9 @@ int DecodeSchedule::passes(const AttentionProblem& problem) const {
 }
 
 int decode_worker_count(const AttentionProblem& problem, const DecodeSchedule& schedule, int concurrency) {
-  const std::int64_t elements = problem.batch * problem.key_heads * problem.keys * problem.head_dim;
-  const std::int64_t worth = elements / kKeyElementsPerWorker + 1;
+  const std::int64_t elements =
+      problem.batch * problem.key_heads * problem.keys * ((problem.head_dim + problem.value_dim) / 2);
+  const std::int64_t worth = elements / kElementsPerWorker + 1;
   return static_cast<int>(std::min({schedule.units, worth, static_cast<std::int64_t>(std::max(concurrency, 1))}));
 }
 
@@ -123,7 +124,7 @@ DecodeParts::DecodeParts(const AttentionProblem& problem, const DecodeSchedule& 
     : pairs_(problem.batch * problem.key_heads),
       splits_(schedule.splits),
       rows_(problem.rows * problem.group()),
-      out_stride_(static_cast<int>(round_up(problem.head_dim, kLongestVector))) {
+      out_stride_(static_cast<int>(round_up(problem.value_dim, kLongestVector))) {
   const auto all_rows = static_cast<std::size_t>(pairs_ * splits_ * rows_);
   maxima_ = arena->take<float>(all_rows);
   sums_ = arena->take<float>(all_rows);

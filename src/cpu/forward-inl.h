@@ -22,13 +22,14 @@ class ForwardUnit {
                  arena_.take<std::byte>(ChunkPlanner::scratch_bytes(problem, schedule.chunk_rows, kForwardRowTile))),
         rule_(problem),
         head_dim_(static_cast<int>(problem.head_dim)),
-        out_stride_(Products::out_stride(head_dim_)),
+        value_dim_(static_cast<int>(problem.value_dim)),
+        out_stride_(Products::out_stride(value_dim_)),
         padded_rows_(static_cast<int>(round_up(schedule.chunk_rows, kForwardRowTile))) {
     const std::int64_t all_rows = static_cast<std::int64_t>(schedule.pass_heads) * padded_rows_;
     const int block_keys = static_cast<int>(problem.keys < kKeyBlock ? round_up(problem.keys, kTileKeys) : kKeyBlock);
     queries_ = arena_.take<Packed>(Products::left_size(all_rows, head_dim_));
     keys_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
-    values_ = arena_.take<Packed>(Products::depth_size(block_keys, head_dim_));
+    values_ = arena_.take<Packed>(Products::depth_size(block_keys, value_dim_));
     out_ = arena_.take<float>(static_cast<std::size_t>(all_rows * out_stride_));
     maxima_ = arena_.take<float>(static_cast<std::size_t>(all_rows));
     sums_ = arena_.take<float>(static_cast<std::size_t>(all_rows));
@@ -77,7 +78,7 @@ class ForwardUnit {
       const int count = plan.key_count - first < kKeyBlock ? plan.key_count - first : kKeyBlock;
       const int padded = static_cast<int>(round_up(count, kTileKeys));
       Products::pack_columns(key_rows(plan, keys, problem.key.token_stride, head_dim_, first, count), padded, keys_);
-      Products::pack_depth(key_rows(plan, values, problem.value.token_stride, head_dim_, first, count), padded,
+      Products::pack_depth(key_rows(plan, values, problem.value.token_stride, value_dim_, first, count), padded,
                            values_);
       if (counters_ != nullptr) counters_->copied_keys += count;
       for (int h = 0; h < heads; ++h) {
@@ -121,7 +122,7 @@ class ForwardUnit {
                              &sums_[at + row]);
     }
     for_each_run(classes, key_tiles, [&](int begin, int end) {
-      Products::accumulate_rows(scores_, rows, values_, padded, head_dim_, begin * kTileKeys, end * kTileKeys, out);
+      Products::accumulate_rows(scores_, rows, values_, padded, value_dim_, begin * kTileKeys, end * kTileKeys, out);
     });
   }
 
@@ -135,7 +136,7 @@ class ForwardUnit {
   Arena arena_;
   ChunkPlanner planner_;
   ScoreRule rule_;
-  int head_dim_, out_stride_, padded_rows_;
+  int head_dim_, value_dim_, out_stride_, padded_rows_;
   const ForwardProblem* problem_ = nullptr;
   AttentionCounters* counters_ = nullptr;
   Packed *queries_, *keys_, *values_;

@@ -9,6 +9,8 @@
 namespace flash_dmattn::internal::cpu {
 namespace {
 
+// Floats that rows of sums are a multiple of: the longest vector of any instruction set.
+constexpr std::int64_t kSumsAlignment = 16;
 constexpr std::int64_t kFinishKeys = 512;  // keys of one part of the final summation
 
 // dK and dV of every (unit, pair of its share group) as rows of floats, and the columns of a bias
@@ -16,13 +18,16 @@ constexpr std::int64_t kFinishKeys = 512;  // keys of one part of the final summ
 class GradientSums {
  public:
   GradientSums(const BackwardProblem& problem, const BackwardSchedule& schedule, void* memory)
-      : problem_(problem), schedule_(schedule), row_stride_(round_up(problem.head_dim, 16)) {
+      : problem_(problem),
+        schedule_(schedule),
+        dkey_stride_(round_up(problem.head_dim, kSumsAlignment)),
+        dvalue_stride_(round_up(problem.value_dim, kSumsAlignment)) {
     Arena arena(memory);
     // A group that one unit does all alone needs no second sum: the unit keeps it to itself.
     if (schedule.splits > 1) {
       const auto pairs = static_cast<std::size_t>(schedule.units * pairs_per_unit());
-      if (problem.dkey.defined()) dkey_ = arena.take<float>(pairs * pair_size());
-      if (problem.dvalue.defined()) dvalue_ = arena.take<float>(pairs * pair_size());
+      if (problem.dkey.defined()) dkey_ = arena.take<float>(pairs * dkey_size());
+      if (problem.dvalue.defined()) dvalue_ = arena.take<float>(pairs * dvalue_size());
     }
     if (schedule.bias_gradient == BiasGradient::kColumns) {
       columns_ = arena.take<float>(static_cast<std::size_t>(schedule.units) * columns_size());
@@ -31,12 +36,15 @@ class GradientSums {
   }
 
   std::size_t bytes() const { return bytes_; }
-  std::int64_t row_stride() const { return row_stride_; }
-  std::size_t pair_size() const { return static_cast<std::size_t>(problem_.keys * row_stride_); }
+  // Between rows of a pair's dK or dV, and floats of all of them.
+  std::int64_t dkey_stride() const { return dkey_stride_; }
+  std::int64_t dvalue_stride() const { return dvalue_stride_; }
+  std::size_t dkey_size() const { return static_cast<std::size_t>(problem_.keys * dkey_stride_); }
+  std::size_t dvalue_size() const { return static_cast<std::size_t>(problem_.keys * dvalue_stride_); }
   std::int64_t pairs_per_unit() const { return schedule_.group_batches * schedule_.group_key_heads; }
 
-  float* dkey(std::int64_t unit, std::int64_t pair) const { return at(dkey_, unit * pairs_per_unit() + pair); }
-  float* dvalue(std::int64_t unit, std::int64_t pair) const { return at(dvalue_, unit * pairs_per_unit() + pair); }
+  float* dkey(std::int64_t unit, std::int64_t pair) const { return at(dkey_, unit, pair, dkey_size()); }
+  float* dvalue(std::int64_t unit, std::int64_t pair) const { return at(dvalue_, unit, pair, dvalue_size()); }
 
   // Heads of the bias that one unit's key head meets.
   std::int64_t column_heads() const {
@@ -48,13 +56,13 @@ class GradientSums {
   }
 
  private:
-  float* at(float* base, std::int64_t pair) const {
-    return base == nullptr ? nullptr : base + static_cast<std::size_t>(pair) * pair_size();
+  float* at(float* base, std::int64_t unit, std::int64_t pair, std::size_t size) const {
+    return base == nullptr ? nullptr : base + static_cast<std::size_t>(unit * pairs_per_unit() + pair) * size;
   }
 
   const BackwardProblem& problem_;
   const BackwardSchedule& schedule_;
-  std::int64_t row_stride_;
+  std::int64_t dkey_stride_, dvalue_stride_;
   float *dkey_ = nullptr, *dvalue_ = nullptr, *columns_ = nullptr;
   std::size_t bytes_ = 0;
 };
@@ -139,16 +147,16 @@ void finish_gradients(const BackwardProblem& problem, const BackwardSchedule& sc
   const std::int64_t pair_in_group =
       batch % schedule.group_batches * schedule.group_key_heads + key_head % schedule.group_key_heads;
   const std::int64_t first_unit = group * schedule.splits;
-  const std::size_t split_stride = static_cast<std::size_t>(sums.pairs_per_unit()) * sums.pair_size();
-  const int head_dim = static_cast<int>(problem.head_dim);
+  const auto pairs = static_cast<std::size_t>(sums.pairs_per_unit());
   if (problem.dkey.defined()) {
-    finish_rows(sums.dkey(first_unit, pair_in_group), schedule.splits, split_stride, sums.row_stride(), begin, end,
-                head_dim, static_cast<float>(problem.scale), head_tokens<T>(problem.dkey, batch, key_head),
-                problem.dkey.token_stride);
+    finish_rows(sums.dkey(first_unit, pair_in_group), schedule.splits, pairs * sums.dkey_size(), sums.dkey_stride(),
+                begin, end, static_cast<int>(problem.head_dim), static_cast<float>(problem.scale),
+                head_tokens<T>(problem.dkey, batch, key_head), problem.dkey.token_stride);
   }
   if (problem.dvalue.defined()) {
-    finish_rows(sums.dvalue(first_unit, pair_in_group), schedule.splits, split_stride, sums.row_stride(), begin, end,
-                head_dim, 1.0f, head_tokens<T>(problem.dvalue, batch, key_head), problem.dvalue.token_stride);
+    finish_rows(sums.dvalue(first_unit, pair_in_group), schedule.splits, pairs * sums.dvalue_size(),
+                sums.dvalue_stride(), begin, end, static_cast<int>(problem.value_dim), 1.0f,
+                head_tokens<T>(problem.dvalue, batch, key_head), problem.dvalue.token_stride);
   }
 }
 

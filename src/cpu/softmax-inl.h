@@ -110,9 +110,9 @@ HWY_INLINE void write_row(const ForwardProblem& problem, std::int64_t batch, std
   // Only a row without a visible score above -inf has the sum 0; a NaN sum makes the row NaN.
   if (sum == 0.0f) {
     maximum = kMinusInfinity;
-    std::memset(to, 0, static_cast<std::size_t>(problem.head_dim) * sizeof(T));
+    std::memset(to, 0, static_cast<std::size_t>(problem.value_dim) * sizeof(T));
   } else {
-    store_row(out, 1.0f / sum, problem.head_dim, to);
+    store_row(out, 1.0f / sum, problem.value_dim, to);
     log_sum = std::log(sum);
     lse = maximum + log_sum;
   }

@@ -8,10 +8,10 @@ namespace {
 // Multiplications below which waking another worker costs more than it saves: some 30 us of one core.
 constexpr double kWorkPerWorker = 4e6;
 
-// Upper bound of the multiplications of one of the call's products, masks aside.
+// Upper bound of the multiplications of the larger of the call's products, masks aside.
 double work_of(const AttentionProblem& problem) {
   return static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.rows) *
-         static_cast<double>(problem.keys) * static_cast<double>(problem.head_dim);
+         static_cast<double>(problem.keys) * static_cast<double>(std::max(problem.head_dim, problem.value_dim));
 }
 
 }  // namespace

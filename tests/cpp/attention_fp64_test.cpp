@@ -23,7 +23,7 @@ struct Naive {
   Tensor out, lse;
   std::int64_t kept = 0;
 
-  explicit Naive(const Call& call) : out(DType::kFloat64, call.query.shape()), lse(DType::kFloat64, call.dlse.shape()) {
+  explicit Naive(const Call& call) : out(DType::kFloat64, call.dout.shape()), lse(DType::kFloat64, call.dlse.shape()) {
     const auto& q = call.query.shape();
     for (std::int64_t b = 0; b < q[0]; ++b) {
       for (std::int64_t h = 0; h < q[2]; ++h) {
@@ -35,25 +35,26 @@ struct Naive {
  private:
   void attend(const Call& call, std::int64_t b, std::int64_t h, std::int64_t row) {
     const auto &q = call.query.shape(), &k = call.key.shape();
-    const std::int64_t head_dim = q[3];
-    const auto query_at = static_cast<std::size_t>(((b * q[1] + row) * q[2] + h) * head_dim);
+    const auto head_dim = static_cast<std::size_t>(q[3]), value_dim = static_cast<std::size_t>(call.value.shape()[3]);
+    const auto query_row = static_cast<std::size_t>((b * q[1] + row) * q[2] + h);
     double sum = 0;
-    std::vector<double> weighted(static_cast<std::size_t>(head_dim));
+    std::vector<double> weighted(value_dim);
     for (std::int64_t j = 0; j < k[1]; ++j) {
       if (!call.visible(b, h, row, j)) continue;
       ++kept;
-      const auto key_at = static_cast<std::size_t>(((b * k[1] + j) * k[2] + h / (q[2] / k[2])) * head_dim);
+      const auto key_row = static_cast<std::size_t>((b * k[1] + j) * k[2] + h / (q[2] / k[2]));
       double score = 0;
-      for (std::size_t d = 0; d < weighted.size(); ++d)
-        score += call.query.get(query_at + d) * call.key.get(key_at + d);
+      for (std::size_t d = 0; d < head_dim; ++d)
+        score += call.query.get(query_row * head_dim + d) * call.key.get(key_row * head_dim + d);
       score *= *call.options.scale;
       if (const double cap = call.options.softcap; cap > 0) score = cap * std::tanh(score / cap);
       if (call.bias.defined()) score += call.bias.get(call.broadcast_index(call.bias, b, h, row, j));
       sum += std::exp(score);
-      for (std::size_t d = 0; d < weighted.size(); ++d) weighted[d] += std::exp(score) * call.value.get(key_at + d);
+      for (std::size_t d = 0; d < value_dim; ++d)
+        weighted[d] += std::exp(score) * call.value.get(key_row * value_dim + d);
     }
     lse.set(static_cast<std::size_t>((b * q[2] + h) * q[1] + row), std::log(sum));
-    for (std::size_t d = 0; d < weighted.size(); ++d) out.set(query_at + d, sum > 0 ? weighted[d] / sum : 0);
+    for (std::size_t d = 0; d < value_dim; ++d) out.set(query_row * value_dim + d, sum > 0 ? weighted[d] / sum : 0);
   }
 };
 
@@ -144,6 +145,8 @@ const Variant kVariants[] = {
     {.name = "softcap", .bias = {2, 4, 5, 7}, .softcap = 1.5},
     {.name = "lists", .bias = {2, 4, 5, 7}, .indices = {2, 2, 5, 3}, .has_lengths = true},
     {.name = "lists_of_blocks", .mask = {2, 1, 7}, .is_causal = true, .indices = {1, 1, 5, 2}, .block_size = 3},
+    {.name = "narrow_values", .shape = {2, 5, 7, 4, 2, 3, 1}, .mask = {2, 4, 5, 7}, .bias = {2, 1, 1, 7}},
+    {.name = "wide_values", .shape = {2, 5, 7, 4, 2, 3, 8}, .seqlens = {3, 9}, .is_causal = true},
     {.name = "nothing_visible", .mask = {1, 1, 1, 1}, .bias = {5, 7}, .density = 0},
 };
 

@@ -126,6 +126,7 @@ class Tensor {
 
 struct Shape {
   std::int64_t batch, rows, keys, heads, key_heads, head_dim;
+  std::int64_t value_dim = head_dim;
 };
 
 // What a test varies. Empty shapes and lists mean "none".
@@ -194,8 +195,8 @@ struct Call {
     };
     query = tensor({s.batch, s.rows, s.heads, s.head_dim});
     key = tensor({s.batch, s.keys, s.key_heads, s.head_dim});
-    value = tensor({s.batch, s.keys, s.key_heads, s.head_dim});
-    dout = tensor({s.batch, s.rows, s.heads, s.head_dim});
+    value = tensor({s.batch, s.keys, s.key_heads, s.value_dim});
+    dout = tensor({s.batch, s.rows, s.heads, s.value_dim});
     dlse = tensor({s.batch, s.heads, s.rows}).as(dtype == DType::kFloat64 ? dtype : DType::kFloat32);
     if (!variant.bias.empty()) bias = tensor(variant.bias).as(variant.float_bias ? DType::kFloat32 : dtype);
     if (!variant.mask.empty()) {
@@ -243,7 +244,7 @@ struct Call {
   }
 
   void make_results() {
-    out = Tensor(query.dtype(), query.shape());
+    out = Tensor(query.dtype(), dout.shape());
     lse = Tensor(dlse.dtype(), dlse.shape());
     row_stats = Tensor(dlse.dtype(), {dlse.shape()[0], dlse.shape()[1], dlse.shape()[2], 2});
     dquery = Tensor(query.dtype(), query.shape());
@@ -336,8 +337,11 @@ inline void expect_same_bytes(const Call& left, const Call& right) {
 // Every key, value and bias that nobody sees, and the query and dout of every row that sees nothing, become NaN.
 inline void poison_unseen(Call* call) {
   const auto &q = call->query.shape(), &k = call->key.shape();
-  const std::int64_t group = q[2] / k[2], head_dim = q[3];
-  std::vector<bool> seen_key(call->key.count()), seen_row(call->query.count()), seen_bias(call->bias.count());
+  const std::int64_t group = q[2] / k[2];
+  const auto rows_of = [](const Tensor& tensor) {
+    return tensor.count() / static_cast<std::size_t>(tensor.shape()[3]);
+  };
+  std::vector<bool> seen_key(rows_of(call->key)), seen_row(rows_of(call->query)), seen_bias(call->bias.count());
   for (std::int64_t b = 0; b < q[0]; ++b) {
     for (std::int64_t h = 0; h < q[2]; ++h) {
       for (std::int64_t row = 0; row < q[1]; ++row) {
@@ -350,16 +354,16 @@ inline void poison_unseen(Call* call) {
       }
     }
   }
-  const auto poison = [](Tensor* tensor, const std::vector<bool>& seen, std::int64_t unit) {
+  const auto poison = [](Tensor* tensor, const std::vector<bool>& seen) {
     for (std::size_t i = 0; i < tensor->count(); ++i) {
-      if (!seen[i / static_cast<std::size_t>(unit)]) tensor->set(i, std::nan(""));
+      if (!seen[i / (tensor->count() / seen.size())]) tensor->set(i, std::nan(""));
     }
   };
-  poison(&call->key, seen_key, head_dim);
-  poison(&call->value, seen_key, head_dim);
-  poison(&call->query, seen_row, head_dim);
-  poison(&call->dout, seen_row, head_dim);
-  if (call->bias.defined()) poison(&call->bias, seen_bias, 1);
+  poison(&call->key, seen_key);
+  poison(&call->value, seen_key);
+  poison(&call->query, seen_row);
+  poison(&call->dout, seen_row);
+  if (call->bias.defined()) poison(&call->bias, seen_bias);
 }
 
 }  // namespace flash_dmattn::testing

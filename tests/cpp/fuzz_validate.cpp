@@ -25,7 +25,7 @@ std::int64_t any_size(Decisions& decisions) {
 }
 
 struct FuzzSizes {
-  std::int64_t batch, rows, keys, heads, key_heads, head_dim;
+  std::int64_t batch, rows, keys, heads, key_heads, head_dim, value_dim;
 };
 
 // Mostly a view of the wanted shape, with something broken now and then. Its memory is never touched.
@@ -104,7 +104,7 @@ void require_sound(const Status& status, const AttentionProblem& p) {
     return;
   }
   require(p.batch >= 0 && p.rows >= 0 && p.keys >= 0 && p.heads >= 0 && p.key_heads >= 0);
-  require(p.head_dim >= 1 && p.head_dim <= 256);
+  require(p.head_dim >= 1 && p.head_dim <= 256 && p.value_dim >= 1 && p.value_dim <= 256);
   require(p.key_heads == 0 ? p.heads == 0 : p.heads % p.key_heads == 0);
   // None of these overflows, zeros or not.
   require(p.batch * p.heads < std::int64_t{1} << 31 && p.batch * p.key_heads < std::int64_t{1} << 31);
@@ -139,6 +139,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   s.key_heads = size_or_any(small());
   s.heads = decisions.rarely() ? any_size(decisions) : (s.key_heads % 1024) * small();
   s.head_dim = size_or_any(1 + small() * 63);
+  s.value_dim = decisions.byte() % 2 ? s.head_dim : size_or_any(1 + small() * 63);
   constexpr DType kDTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
   const DType dtype = kDTypes[decisions.byte() % 4];
   const DType bias_dtype = decisions.byte() % 2 ? dtype : DType::kFloat32;
@@ -146,9 +147,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
   const auto query_like = [&] { return view(decisions, dtype, 4, {s.batch, s.rows, s.heads, s.head_dim}); };
   const auto key_like = [&] { return view(decisions, dtype, 4, {s.batch, s.keys, s.key_heads, s.head_dim}); };
+  const auto out_like = [&] { return view(decisions, dtype, 4, {s.batch, s.rows, s.heads, s.value_dim}); };
+  const auto value_like = [&] { return view(decisions, dtype, 4, {s.batch, s.keys, s.key_heads, s.value_dim}); };
   const auto lse_like = [&] { return view(decisions, lse_dtype, 3, {s.batch, s.heads, s.rows}); };
 
-  AttentionInputs inputs{query_like(), key_like(), key_like()};
+  AttentionInputs inputs{query_like(), key_like(), value_like()};
   inputs.visibility.mask = broadcast_view(decisions, DType::kBool, s);
   inputs.bias = broadcast_view(decisions, bias_dtype, s);
   inputs.visibility.indices = key_indices(decisions, s);
@@ -163,13 +166,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
   ForwardProblem forward;
   const auto stats_like = [&] { return view(decisions, lse_dtype, 4, {s.batch, s.heads, s.rows, 2}); };
-  const AttentionOutputs outputs{query_like(), lse_like(), maybe(decisions, stats_like())};
+  const AttentionOutputs outputs{out_like(), lse_like(), maybe(decisions, stats_like())};
   require_sound(make_forward_problem(inputs, options, outputs, &forward), forward);
 
-  const AttentionCotangents cotangents{query_like(), lse_like(), query_like(), maybe(decisions, lse_like()),
+  const AttentionCotangents cotangents{out_like(), lse_like(), out_like(), maybe(decisions, lse_like()),
                                        maybe(decisions, stats_like())};
   AttentionGradients gradients{
-      maybe(decisions, query_like()), maybe(decisions, key_like()), maybe(decisions, key_like()), {}};
+      maybe(decisions, query_like()), maybe(decisions, key_like()), maybe(decisions, value_like()), {}};
   if (inputs.bias.rank >= 0 && inputs.bias.rank <= TensorView::kMaxRank && decisions.byte() % 2) {
     gradients.dbias = view(decisions, inputs.bias.dtype, inputs.bias.rank, inputs.bias.shape);
   }

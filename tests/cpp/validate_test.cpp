@@ -88,6 +88,17 @@ TEST(Validate, FillsTheProblem) {
   EXPECT_EQ(p.dlse_row_stride, 1);
 }
 
+TEST(Validate, ValuesMayHaveAnotherHeadDim) {
+  Call call;
+  call.inputs.value = call.gradients.dvalue = tensor(DType::kBFloat16, 2, 24, 2, 96);
+  call.outputs.out = call.cotangents.out = call.cotangents.dout = tensor(DType::kBFloat16, 2, 16, 8, 96);
+  ASSERT_EQ(call.forward().message(), "ok");
+  ASSERT_EQ(call.backward().message(), "ok");
+  EXPECT_EQ(call.backward_problem.head_dim, 64);
+  EXPECT_EQ(call.backward_problem.value_dim, 96);
+  EXPECT_DOUBLE_EQ(call.backward_problem.scale, 0.125);
+}
+
 TEST(Validate, ReadsEveryBroadcastForm) {
   Call call;
   struct {
@@ -256,8 +267,17 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.inputs.key.shape[0] = 3; }},
     {"key must have query's head dim; got key (2, 24, 2, 32), query (2, 16, 8, 64)",
      [](Call& c) { c.inputs.key.shape[3] = 32; }},
-    {"value must have key's shape; got value (2, 23, 2, 64), key (2, 24, 2, 64)",
+    {"value must have key's shape but for the head dim; got value (2, 23, 2, 64), key (2, 24, 2, 64)",
      [](Call& c) { c.inputs.value.shape[1] = 23; }},
+    {"value must have key's shape but for the head dim; got value (2, 24, 1, 32), key (2, 24, 2, 64)",
+     [](Call& c) { c.inputs.value = tensor(DType::kBFloat16, 2, 24, 1, 32); }},
+    {"value must have a head dim of 1 to 256; got value (2, 24, 2, 257)",
+     [](Call& c) { c.inputs.value.shape[3] = 257; }},
+    {"value must have a head dim of 1 to 256; got value (2, 24, 2, 0)", [](Call& c) { c.inputs.value.shape[3] = 0; }},
+    {"out must have the shape (B, Sq, H, Dv) = (2, 16, 8, 32); got out (2, 16, 8, 64)",
+     [](Call& c) { c.inputs.value.shape[3] = 32; }},
+    {"dvalue must have the shape (B, Sk, Hkv, Dv) = (2, 24, 2, 64); got dvalue (2, 24, 2, 32)",
+     [](Call& c) { c.gradients.dvalue = tensor(DType::kBFloat16, 2, 24, 2, 32); }},
     {"query must have a multiple of key's heads; got query (2, 16, 8, 64), key (2, 24, 3, 64)",
      [](Call& c) { c.inputs.key.shape[2] = c.inputs.value.shape[2] = 3; }},
     {"query must have a multiple of key's heads; got query (2, 16, 8, 64), key (2, 24, 0, 64)",
@@ -321,7 +341,7 @@ const Mistake kMistakes[] = {
     {"lse must have the shape (B, H, Sq) = (2, 8, 16); got lse (2, 16, 8)",
      [](Call& c) { c.outputs.lse = tensor(DType::kFloat32, 2, 16, 8); }},
     {"lse must be float32; got lse bfloat16", [](Call& c) { c.cotangents.lse.dtype = DType::kBFloat16; }},
-    {"dout must have the shape (B, Sq, H, D) = (2, 16, 8, 64); got dout (2, 16, 8, 32)",
+    {"dout must have the shape (B, Sq, H, Dv) = (2, 16, 8, 64); got dout (2, 16, 8, 32)",
      [](Call& c) { c.cotangents.dout.shape[3] = 32; }},
     {"dout must have stride 1 in its head dim; got dout (2, 16, 8, 64) with strides (0, 0, 0, 0)",
      [](Call& c) { c.cotangents.dout.strides = {}; }},

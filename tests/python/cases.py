@@ -24,6 +24,7 @@ def make_case(
     keys: int = 47,
     head_dim: int = 32,
     *,
+    value_dim: int | None = None,
     dtype: torch.dtype | None = None,
     mask: tuple[int, ...] | None = None,
     bias: tuple[int, ...] | None = None,
@@ -35,6 +36,7 @@ def make_case(
 ) -> Case:
     """Normal inputs, the same on every device; `mask` and `bias` are shapes, `density` is the mask's share of True."""
     dtype = dtype or default_dtype()
+    value_dim = head_dim if value_dim is None else value_dim
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -43,8 +45,8 @@ def make_case(
     case = Case(
         query=normal(batch, rows, heads, head_dim).to(dtype),
         key=normal(batch, keys, key_heads, head_dim).to(dtype),
-        value=normal(batch, keys, key_heads, head_dim).to(dtype),
-        dout=normal(batch, rows, heads, head_dim).to(dtype),
+        value=normal(batch, keys, key_heads, value_dim).to(dtype),
+        dout=normal(batch, rows, heads, value_dim).to(dtype),
         mask=None if mask is None else torch.rand(mask, generator=generator, device="cpu") < density,
         bias=None if bias is None else normal(*bias).to(bias_dtype or dtype),
         dlse=normal(batch, heads, rows).to(lse_dtype(dtype)) if with_dlse else None,

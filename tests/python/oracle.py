@@ -20,8 +20,8 @@ class Case:
 
     query: Tensor  # (B, Sq, H, D)
     key: Tensor  # (B, Sk, Hkv, D)
-    value: Tensor  # (B, Sk, Hkv, D)
-    dout: Tensor  # (B, Sq, H, D)
+    value: Tensor  # (B, Sk, Hkv, Dv)
+    dout: Tensor  # (B, Sq, H, Dv)
     mask: Tensor | None = None
     bias: Tensor | None = None
     dlse: Tensor | None = None  # (B, H, Sq)
@@ -111,11 +111,11 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
     softcap, scale = case.options.get("softcap", 0.0), case.scale
     visible = visibility(case)
 
-    def by_query_head(tensor: Tensor) -> Tensor:  # (B, Sk, Hkv, D) -> (B, H, Sk, D)
+    def by_query_head(tensor: Tensor) -> Tensor:  # (B, Sk, Hkv, D or Dv) -> (B, H, Sk, D or Dv)
         return tensor.double().transpose(1, 2).repeat_interleave(group, dim=1)
 
-    def sum_group(tensor: Tensor) -> Tensor:  # (B, H, Sk, D) -> (B, Sk, Hkv, D)
-        return tensor.reshape(batch, key_heads, group, keys, case.query.size(3)).sum(2).transpose(1, 2)
+    def sum_group(tensor: Tensor) -> Tensor:  # (B, H, Sk, D or Dv) -> (B, Sk, Hkv, D or Dv)
+        return tensor.reshape(batch, key_heads, group, keys, tensor.size(3)).sum(2).transpose(1, 2)
 
     query, dout = case.query.double().transpose(1, 2), case.dout.double().transpose(1, 2)
     seen = visible.any(-2)[..., None]
@@ -181,7 +181,9 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
 
     # A non-finite number that is seen may reach whatever is computed with it: its (batch, key head).
     unsound = broken | ~(dout.isfinite().all(-1) & out.isfinite().all(-1))[..., None]
-    unsound = unsound | (~(key.isfinite() & value.isfinite()).all(-1))[..., None, :].logical_and(visible).any(-1, True)
+    unsound = unsound | (~(key.isfinite().all(-1) & value.isfinite().all(-1)))[..., None, :].logical_and(visible).any(
+        -1, True
+    )
     unsound = unsound.any(-2, keepdim=True).reshape(batch, key_heads, group).any(-1)
     by_head = unsound.repeat_interleave(group, dim=1)
     tainted = dict.fromkeys(("out", "dquery"), by_head[:, None, :, None])

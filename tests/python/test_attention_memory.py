@@ -98,6 +98,44 @@ def test_dynamic_mask_memory_grows_linearly() -> None:
     assert taken[2] < 1.2 * taken[0], f"{taken} bytes a key"
 
 
+VALUE_DIMS = """
+import sys
+import torch
+import flash_dmattn
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+
+def run(length, head_dim, value_dim, rows=64):
+    query, key = torch.randn(1, rows, 1, head_dim), torch.randn(1, length, 1, head_dim)
+    value, dout = torch.randn(1, length, 1, value_dim), torch.randn(1, rows, 1, value_dim)
+    # The gradient of the narrower one, whose sums take little.
+    narrow = (value if value_dim < head_dim else key).requires_grad_()
+    before = peak()
+    out = flash_dmattn.attention(query, key, value)
+    (gradient,) = torch.autograd.grad(out, narrow, dout)
+    assert out.isfinite().all() and gradient.isfinite().all()
+    return peak() - before - gradient.nbytes
+
+torch.set_num_threads(2)
+sizes = int(sys.argv[1]), int(sys.argv[2])
+run(512, *sizes)
+print(run(65536, *sizes))
+"""
+
+
+@linux_only
+@pytest.mark.parametrize("head_dim, value_dim", [(256, 8), (8, 256)])
+def test_other_value_dims_are_not_padded(head_dim: int, value_dim: int) -> None:
+    """Of keys and values one has 64 MiB and the other 2, which would be 64, too, as wide as the first."""
+    arguments = [sys.executable, "-c", VALUE_DIMS, str(head_dim), str(value_dim)]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    taken = int(result.stdout) / 2**20
+    assert taken < 24, f"{taken:.1f} MiB beyond inputs and gradients"
+
+
 PREPARED_MASK = """
 import torch
 import flash_dmattn

@@ -45,6 +45,15 @@ def test_head_dims(dtype: torch.dtype, head_dim: int) -> None:
     check(decode_case(2, 1100, head_dim, dtype=dtype, mask=(2, 1, 1, 1100)))
 
 
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize(
+    "head_dim, value_dim", [(1, 256), (40, 33), (64, 8), (128, 192), (192, 128), (256, 1), (256, 96)]
+)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_value_dims(dtype: torch.dtype, rows: int, head_dim: int, value_dim: int) -> None:
+    check(decode_case(rows, 1100, head_dim, value_dim=value_dim, dtype=dtype, mask=(2, 2, 1100), softcap=4.0))
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
     "heads, key_heads", [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 1), (8, 1), (8, 8), (20, 10), (64, 1)]

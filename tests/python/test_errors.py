@@ -79,7 +79,7 @@ VALUE_ERRORS = {
     ),
     "value shape": (
         {"value": torch.zeros(2, 6, 2, 8)},
-        "value must have key's shape; got value (2, 6, 2, 8), key (2, 5, 2, 8)",
+        "value must have key's shape but for the head dim; got value (2, 6, 2, 8), key (2, 5, 2, 8)",
     ),
     "heads": (
         {"key": torch.zeros(2, 5, 3, 8), "value": torch.zeros(2, 5, 3, 8)},
@@ -358,7 +358,7 @@ def test_every_kind_of_real_number_is_a_scale(scale: object) -> None:
 
 
 BACKWARD_ERRORS = {
-    "dout shape": ("dout", torch.zeros(2, 3, 4, 7), "dout must have the shape (B, Sq, H, D) = (2, 3, 4, 8)"),
+    "dout shape": ("dout", torch.zeros(2, 3, 4, 7), "dout must have the shape (B, Sq, H, Dv) = (2, 3, 4, 8)"),
     "dout dtype": ("dout", torch.zeros(2, 3, 4, 8).half(), "dout must be float32; got dout float16"),
     "dout scalar": ("dout", torch.zeros(()), "dout must have 1 to 4 dimensions"),
     "dlse shape": ("dlse", torch.zeros(2, 4, 4), "dlse must have the shape (B, H, Sq) = (2, 4, 3); got dlse (2, 4, 4)"),

@@ -128,9 +128,10 @@ def cast_inputs(target_dtype: torch.dtype | None, *tensors: Tensor | None) -> tu
 def equal_head_dims(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Query, key and value (..., D) padded to one head dim, where value has another, and the scale of query's own."""
+    """Query, key and value (..., D), on a GPU padded to one head dim where value has another, and the scale of query's
+    own."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if head_dim == value_dim:
+    if head_dim == value_dim or not query.is_cuda:
         return query, key, value, scale
     width = max(head_dim, value_dim)
     padded = [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
