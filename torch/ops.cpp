@@ -89,11 +89,13 @@ AttentionPlan plan_of(const std::optional<Tensor>& plan) {
 }
 
 AttentionInputs make_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
-                            const std::optional<Tensor>& bias, const VisibilityArguments& visibility) {
+                            const std::optional<Tensor>& bias, const std::optional<Tensor>& sink,
+                            const VisibilityArguments& visibility) {
   return {.query = view_of("query", query, kFloatRule),
           .key = view_of("key", key, "must have query's dtype"),
           .value = view_of("value", value, "must have query's dtype"),
           .bias = view_of("bias", bias, "must have query's dtype or float32"),
+          .sink = view_of("sink", sink, "must have query's dtype or float32"),
           .visibility = {.mask = view_of("mask", visibility.mask, "must be bool"),
                          .intervals = make_intervals(visibility.interval_begin, visibility.interval_end,
                                                      visibility.interval_window),
@@ -120,21 +122,20 @@ void copy_where_needed(const AttentionOptions& options, const AttentionContext& 
   inputs->value = view_of("value", *value, kFloatRule);
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias,
-                                                     std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-                                                     std::optional<Tensor> interval_begin,
-                                                     std::optional<Tensor> interval_end, std::optional<Tensor> indices,
-                                                     std::optional<Tensor> index_lengths, std::optional<Tensor> plan,
-                                                     bool is_causal, std::int64_t interval_window,
-                                                     std::int64_t index_block_size, std::optional<double> scale,
-                                                     double softcap, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias, std::optional<Tensor> sink,
+    std::optional<Tensor> mask, std::optional<Tensor> seqlens_k, std::optional<Tensor> interval_begin,
+    std::optional<Tensor> interval_end, std::optional<Tensor> indices, std::optional<Tensor> index_lengths,
+    std::optional<Tensor> plan, bool is_causal, std::int64_t interval_window, std::int64_t index_block_size,
+    std::optional<double> scale, double softcap, bool deterministic) {
   const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,     indices,
                                           index_lengths, is_causal, interval_window, index_block_size, plan};
-  const CallDevice device({"query", query}, {{"key", key}, {"value", value}, {"bias", bias}}, visibility.tensors());
+  const CallDevice device({"query", query}, {{"key", key}, {"value", value}, {"bias", bias}, {"sink", sink}},
+                          visibility.tensors());
   const AttentionOptions options = {scale, softcap, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
-  AttentionInputs inputs = make_inputs(query, key, value, bias, visibility);
+  AttentionInputs inputs = make_inputs(query, key, value, bias, sink, visibility);
   copy_where_needed(options, context, &query, &key, &value, &inputs);
 
   // Also checks the inputs: from here on query and value have four dimensions.
@@ -155,14 +156,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor query, Tensor key, T
   return {out, lse, row_stats};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor lse, Tensor row_stats, Tensor query, Tensor key,
-    Tensor value, std::optional<Tensor> bias, std::optional<Tensor> mask, std::optional<Tensor> seqlens_k,
-    std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end, std::optional<Tensor> indices,
-    std::optional<Tensor> index_lengths, std::optional<Tensor> plan, bool is_causal, std::int64_t interval_window,
-    std::int64_t index_block_size, std::optional<double> scale, double softcap, bool deterministic, bool needs_dquery,
-    bool needs_dkey, bool needs_dvalue, bool needs_dbias) {
+    Tensor value, std::optional<Tensor> bias, std::optional<Tensor> sink, std::optional<Tensor> mask,
+    std::optional<Tensor> seqlens_k, std::optional<Tensor> interval_begin, std::optional<Tensor> interval_end,
+    std::optional<Tensor> indices, std::optional<Tensor> index_lengths, std::optional<Tensor> plan, bool is_causal,
+    std::int64_t interval_window, std::int64_t index_block_size, std::optional<double> scale, double softcap,
+    bool deterministic, bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias, bool needs_dsink) {
   if (needs_dbias && !bias) check(Status::invalid("needs_dbias", "needs a bias", "no bias"));
+  if (needs_dsink && !sink) check(Status::invalid("needs_dsink", "needs a sink", "no sink"));
   const VisibilityArguments visibility = {mask,          seqlens_k, interval_begin,  interval_end,     indices,
                                           index_lengths, is_causal, interval_window, index_block_size, plan};
   const CallDevice device({"query", query},
@@ -173,12 +175,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                            {"row_stats", row_stats},
                            {"dout", dout},
                            {"dlse", dlse},
-                           {"bias", bias}},
+                           {"bias", bias},
+                           {"sink", sink}},
                           visibility.tensors());
   const AttentionOptions options = {scale, softcap, deterministic};
   TorchExecutor executor;
   const AttentionContext context = {.executor = &executor, .device = device.native()};
-  AttentionInputs inputs = make_inputs(query, key, value, bias, visibility);
+  AttentionInputs inputs = make_inputs(query, key, value, bias, sink, visibility);
   copy_where_needed(options, context, &query, &key, &value, &inputs);
   out = with_unit_head_dim(out);
   dout = with_unit_head_dim(dout);  // the gradient of a sum arrives expanded from one number
@@ -205,13 +208,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor dkey = make_gradient(needs_dkey, "dkey", key, &gradients.dkey);
   const Tensor dvalue = make_gradient(needs_dvalue, "dvalue", value, &gradients.dvalue);
   const Tensor dbias = make_gradient(needs_dbias, "dbias", bias ? *bias : query, &gradients.dbias);
+  const Tensor dsink = make_gradient(needs_dsink, "dsink", sink ? *sink : query, &gradients.dsink);
 
   std::size_t bytes = 0;
   check(flash_dmattn::attention_backward_workspace(inputs, cotangents, options, gradients, context, &bytes));
   const Workspace workspace(device, bytes);
   check(flash_dmattn::attention_backward(inputs, cotangents, options, gradients, workspace.data(), workspace.bytes(),
                                          context));
-  return {dquery, dkey, dvalue, dbias};
+  return {dquery, dkey, dvalue, dbias, dsink};
 }
 
 std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, std::int64_t seqlen_q, bool causal,
@@ -255,7 +259,7 @@ std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
 
 // For plans, which read the sizes of query and key only: any strides will do.
 AttentionInputs make_planned_inputs(const Tensor& query, const Tensor& key, const VisibilityArguments& visibility) {
-  AttentionInputs inputs = make_inputs(query, key, key, {}, visibility);
+  AttentionInputs inputs = make_inputs(query, key, key, {}, {}, visibility);
   for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->strides[view->rank - 1] = 1;
   return inputs;
 }
@@ -407,15 +411,15 @@ Codes cuda_kernels(std::int64_t major, std::int64_t minor) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flash_dmattn, library) {
-  const std::string attended = "Tensor query, Tensor key, Tensor value, Tensor? bias, " + visibility_schema(true) +
-                               ", float? scale, float softcap, bool deterministic";
+  const std::string attended = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink, " +
+                               visibility_schema(true) + ", float? scale, float softcap, bool deterministic";
   const std::string planned = "Tensor query, Tensor key, " + visibility_schema(false);
   const auto define = [&library](const std::string& schema) { library.def(schema.c_str()); };
   define("attention_forward(" + attended + ") -> (Tensor out, Tensor lse, Tensor row_stats)");
   // Gradients that are not asked for come back with no elements.
   define("attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor row_stats, " + attended +
-         ", bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias) "
-         "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)");
+         ", bool needs_dquery, bool needs_dkey, bool needs_dvalue, bool needs_dbias, bool needs_dsink) "
+         "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink)");
   define("attention_plan(" + planned + ") -> Tensor");
   define(
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "

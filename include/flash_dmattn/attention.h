@@ -60,6 +60,10 @@ struct AttentionInputs {
   TensorView value;  // (B, Sk, Hkv, Dv), T; on CUDA Dv = D
   // Optional, added to the score. T or float32, the same forms as the mask.
   TensorView bias{};
+  // Optional (H), T or float32, any stride: a score without a key that every row of a query head has in its softmax
+  // sum. out shrinks accordingly, lse leaves it out. -inf changes nothing, NaN and +inf make rows NaN; a row that sees
+  // no key stays 0. Not on CUDA, where out * sigmoid(lse - sink) is the same.
+  TensorView sink{};
   Visibility visibility{};
 };
 
@@ -73,7 +77,7 @@ struct AttentionOptions {
 // Contiguous, not overlapping any input.
 struct AttentionOutputs {
   TensorView out;  // (B, Sq, H, Dv), T
-  TensorView lse;  // (B, H, Sq), float32 (float64 with float64): log sum exp of the visible scores
+  TensorView lse;  // (B, H, Sq), float32 (float64 with float64): log sum exp of the visible scores, without the sink
   // Optional (B, H, Sq, 2), lse's dtype: the maximum of each row's scores and the logarithm of its sum apart, in a form
   // that is the backward's own. Of scores beyond some 1000 one number holds too little of both.
   TensorView row_stats{};
@@ -96,6 +100,7 @@ struct AttentionGradients {
   TensorView dkey{};    // (B, Sk, Hkv, D), T
   TensorView dvalue{};  // (B, Sk, Hkv, Dv), T
   TensorView dbias{};   // the bias's shape and dtype; summed over every broadcast dimension
+  TensorView dsink{};   // (H), the sink's dtype; summed over batch and rows
 };
 
 // How much work a call did, in score tiles and in scores (one query row x one key of one head).

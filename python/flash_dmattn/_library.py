@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from . import _vmap
 from ._device_plan import plan_size
+from ._sinks import with_sink
 from ._visibility import Visibility, argument_names, flatten, leading_tensors, unflatten, visibility_fields
 
 _LIBRARY_FILE = Path(__file__).parent / "_C" / "libflash_dmattn_torch.so"
@@ -98,6 +99,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
+    sink: Tensor | None,
     visibility: Visibility,
     scale: float | None,
     softcap: float,
@@ -108,6 +110,7 @@ def attention_forward(
     Args:
         visibility: if it has no plan, one is made here on a GPU if a backward may follow, which then uses it, too; a
             forward alone is as fast without.
+        sink: (H), query's dtype or float32; on a GPU it is added outside the operator.
 
     Returns:
         out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq) in float32 (float64 with float64), and row_stats
@@ -116,25 +119,47 @@ def attention_forward(
         ValueError: a device, shape, dtype or number that semantics.md does not allow.
         RuntimeError: forward-mode differentiation, which does not exist.
     """
-    arguments = (query, key, value, bias, *visibility, scale, softcap, deterministic)
+    arguments = (query, key, value, bias, sink, *visibility, scale, softcap, deterministic)
     check_devices(_FORWARD_TENSORS, arguments[: len(_FORWARD_TENSORS)])
     if forward_ad._current_level >= 0:
-        _refuse_tangents(query=query, key=key, value=value, bias=bias)
+        _refuse_tangents(query=query, key=key, value=value, bias=bias, sink=sink)
+    if sink is not None and query.is_cuda:
+        _check_sink(sink, query)
+        out, lse, row_stats = attention_forward(
+            query, key, value, bias, None, visibility, scale, softcap, deterministic
+        )
+        return with_sink(out, lse, sink[:, None]), lse, row_stats
     differentiable = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sink is not None and sink.requires_grad)
     )
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and _functorch_is_active():
         return _Attention.apply(*arguments)
     if differentiable and query.is_cuda and visibility.plan is None and visibility.planned:
         visibility = visibility._replace(plan=attention_plan(query, key, visibility))
-        arguments = (query, key, value, bias, *visibility, scale, softcap, deterministic)
+        arguments = (query, key, value, bias, sink, *visibility, scale, softcap, deterministic)
     if is_compiling or differentiable:
         return _forward_op(*arguments)
     # Nothing to differentiate: without the autograd layer, which is written in Python and costs more than a small call.
     # That layer, made by torch.library.register_autograd, does the same in this case.
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(*arguments)
+
+
+def _check_sink(sink: Tensor, query: Tensor) -> None:
+    """The library's own rules, where it is not given the sink."""
+    if sink.dim() != 1:
+        raise ValueError(f"sink must have 1 dimension; got sink {tuple(sink.shape)}")
+    is_cast = torch.is_autocast_enabled(query.device.type) and sink.dtype in (torch.float16, torch.bfloat16)
+    if sink.dtype not in (query.dtype, torch.float32) and not is_cast:
+        sink_dtype, dtype = (str(tensor.dtype).removeprefix("torch.") for tensor in (sink, query))
+        raise ValueError(f"sink must have query's dtype or float32; got sink {sink_dtype}, query {dtype}")
+    if query.dim() == 4 and sink.shape[0] != query.shape[2]:
+        raise ValueError(f"sink must have the shape (H) = ({query.shape[2]}); got sink ({sink.shape[0]})")
 
 
 def attention_plan(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
@@ -253,16 +278,15 @@ def _forward_shapes(query, key, value, *others_and_options):
 
 
 @torch.library.register_fake(_BACKWARD, lib=_registrations)
-def _backward_shapes(dout, dlse, out, lse, row_stats, query, key, value, bias, *others_and_needs):
+def _backward_shapes(dout, dlse, out, lse, row_stats, query, key, value, bias, sink, *others_and_needs):
     _check_given(dout=dout, query=query, key=key, value=value, out=out, lse=lse, row_stats=row_stats)
-    needs = others_and_needs[-4:]
-    if bias is None:
-        if needs[3]:
-            raise ValueError("needs_dbias needs a bias; got no bias")
-        bias = query  # for the dtype of an empty gradient
+    needs = others_and_needs[-5:]
+    for name, tensor, needed in (("bias", bias, needs[3]), ("sink", sink, needs[4])):
+        if tensor is None and needed:
+            raise ValueError(f"needs_d{name} needs a {name}; got no {name}")
+    inputs = (query, key, value, query if bias is None else bias, query if sink is None else sink)
     return tuple(
-        tensor.new_empty(tensor.shape if needed else (0,))
-        for tensor, needed in zip((query, key, value, bias), needs, strict=True)
+        tensor.new_empty(tensor.shape if needed else (0,)) for tensor, needed in zip(inputs, needs, strict=True)
     )
 
 
@@ -288,7 +312,7 @@ def _interval_shapes(scores, window_size, seqlen_q, causal, key_mask, seqlens_k)
 
 # ---- Gradients
 
-_DIFFERENTIABLE = ("query", "key", "value", "bias")  # in the order of attention_backward's results
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")  # in the order of attention_backward's results
 _DIFFERENTIABLE_POSITIONS = tuple(_FORWARD_ARGUMENTS.index(name) for name in _DIFFERENTIABLE)
 
 
@@ -361,18 +385,21 @@ torch.library.register_autograd(_BACKWARD, _refuse_second_derivative, lib=_regis
 
 def _autocast(device_type: str):
     """The operator's kernel under autocast: query, key and value in autocast's dtype, as torch casts them for its own
-    attention. A float32 bias stays; a bias of another floating type follows query."""
+    attention. A float32 bias or sink stays; one of another floating type follows query."""
 
     def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         # As torch's own rule: float64 is never cast.
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
-    def kernel(query, key, value, bias, *others):
+    def cast_unless_float32(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return tensor if tensor is None or tensor.dtype == torch.float32 else cast(tensor, dtype)
+
+    def kernel(query, key, value, bias, sink, *others):
         dtype = torch.get_autocast_dtype(device_type)
-        if bias is not None and bias.dtype != torch.float32:
-            bias = cast(bias, dtype)
+        tensors = [cast(tensor, dtype) for tensor in (query, key, value)]
+        added = [cast_unless_float32(tensor, dtype) for tensor in (bias, sink)]
         with torch.autocast(device_type, enabled=False):
-            return _forward_op(cast(query, dtype), cast(key, dtype), cast(value, dtype), bias, *others)
+            return _forward_op(*tensors, *added, *others)
 
     return kernel
 
@@ -383,6 +410,6 @@ _registrations.impl("attention_forward", _autocast("cuda"), "AutocastCUDA")
 
 # ---- vmap
 
-torch.library.register_vmap(_FORWARD, _vmap.rule(_forward_op), lib=_registrations)
+torch.library.register_vmap(_FORWARD, _vmap.forward_rule(_forward_op), lib=_registrations)
 torch.library.register_vmap(_BACKWARD, _vmap.backward_rule(_backward_op), lib=_registrations)
 torch.library.register_vmap(_SELECT, _vmap.rule(_select_op), lib=_registrations)

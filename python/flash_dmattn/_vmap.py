@@ -2,12 +2,14 @@
 
 Folding copies nothing where V and B can be one dimension of a view, which holds whenever B is 1. An argument that is
 not mapped and has B > 1 is repeated V times; a mask or bias of batch size 1 is not. A plan is one of the batch as it
-was: it is dropped, and the operator makes its own.
+was: it is dropped, and the operator makes its own. A sink has no batch: where it is mapped, or each mapped element
+needs a gradient of its own, it is added outside the operator.
 """
 
 import torch
 from torch import Tensor
 
+from ._sinks import gradients_through_sink, with_sink
 from ._visibility import Visibility, argument_names, shown_name
 
 
@@ -64,6 +66,8 @@ def _fold_arguments(given: dict, dims: dict, size: int) -> dict:
     def folded(name: str, argument):
         if name == "plan":
             return None
+        if name == "sink":
+            return argument  # the same for every mapped element
         if not isinstance(argument, Tensor):
             return argument
         shown = shown_name(name)
@@ -87,6 +91,30 @@ def rule(op):
     return fold_and_call
 
 
+def forward_rule(op):
+    """The rule for flash_dmattn::attention_forward, in terms of `op` itself."""
+    names, without_mapped_sink = argument_names(op), rule(op)
+
+    def fold_and_call(info, in_dims, *arguments):
+        position = names.index("sink")
+        if in_dims[position] is None:
+            return without_mapped_sink(info, in_dims, *arguments)
+        sink = _each_sink(arguments[position], in_dims[position], info.batch_size)
+        arguments, in_dims = ((*given[:position], None, *given[position + 1 :]) for given in (arguments, in_dims))
+        (out, lse, row_stats), out_dims = without_mapped_sink(info, in_dims, *arguments)
+        return (with_sink(out, lse, sink), lse, row_stats), out_dims
+
+    return fold_and_call
+
+
+def _each_sink(sink: Tensor, dim: int | None, size: int) -> Tensor:
+    """(H) of every mapped element -> (V, 1, H, 1), for lse (V, B, H, Sq)."""
+    sink = _leading(sink, dim, size)
+    if sink.dim() != 2:
+        raise ValueError(f"sink must have 1 dimension; got sink {tuple(sink.shape[1:])}")
+    return sink[:, None, :, None]
+
+
 def backward_rule(op):
     """The rule for flash_dmattn::attention_backward, in terms of `op` itself."""
     names = argument_names(op)
@@ -94,15 +122,19 @@ def backward_rule(op):
     def rule(info, in_dims, *arguments):
         size = info.batch_size
         given, dims = (dict(zip(names, values, strict=True)) for values in (arguments, in_dims))
-        needs = [given[f"needs_d{name}"] for name in ("query", "key", "value", "bias")]
-        needs_dbias, bias = needs[-1], given["bias"]
+        needs = [given[f"needs_d{name}"] for name in ("query", "key", "value", "bias", "sink")]
+        needs_dbias, needs_dsink = needs[3:]
+        bias, sink = given["bias"], given["sink"]
+        dsink = None
+        if needs_dsink or dims["sink"] is not None:
+            dsink = _take_sink(given, dims, size)
         # A bias whose gradient is asked for is folded below, and only there: folding may copy it.
         folded = _fold_arguments(given | {"bias": None} if needs_dbias else given, dims, size)
         if needs_dbias:
             # Every mapped element has a bias gradient of its own, so that each needs a bias of its own.
             own_bias = _leading(bias, dims["bias"], size)
             folded["bias"] = _fold_bias_for_gradient(own_bias, size, _batch_of(given["query"], dims["query"]))
-        *gradients, dbias = op(*folded.values())
+        *gradients, dbias, no_dsink = op(*folded.values())
         results = [
             _unfold(gradient, size) if needed else gradient
             for gradient, needed in zip(gradients, needs[:3], strict=True)
@@ -112,9 +144,19 @@ def backward_rule(op):
             if own_bias.dim() == 3 or own_bias.shape[1] == 1:  # one bias for the whole batch
                 dbias = dbias.sum(1, keepdim=True)
             dbias = dbias.reshape(own_bias.shape).to(bias.dtype)
-        return (*results, dbias), tuple(0 if needed else None for needed in needs)
+        dsink = dsink.to(sink.dtype) if needs_dsink else no_dsink
+        return (*results, dbias, dsink), tuple(0 if needed else None for needed in needs)
 
     return rule
+
+
+def _take_sink(given: dict, dims: dict, size: int) -> Tensor:
+    """Changes the backward's arguments into those without the sink, and returns the sink's gradients, (V, H)."""
+    tensors = (_leading(given[name], dims[name], size) for name in ("dout", "out", "lse"))
+    dout, dsink = gradients_through_sink(*tensors, _each_sink(given["sink"], dims["sink"], size))
+    given |= {"dout": dout, "sink": None, "needs_dsink": False}
+    dims |= {"dout": 0, "sink": None}
+    return dsink.sum((1, 3))
 
 
 def _fold_bias_for_gradient(bias: Tensor, size: int, batch: int) -> Tensor:

@@ -23,6 +23,7 @@ def attention(
     *,
     mask: Mask | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     softcap: float = 0.0,
@@ -50,6 +51,8 @@ def attention(
             the CPU. Or a PreparedMask, from `prepare_mask`.
         bias: added to the scores, in the forms of mask; query's dtype or float32. Its gradient has its shape, summed
             over every dimension along which it was broadcast, so pass it unexpanded.
+        sink: (H), query's dtype or float32: a score without a key that every row of a head has in its softmax sum, as
+            gpt-oss learns it. out shrinks accordingly, lse leaves it out. On a GPU out is rounded once more for it.
         scale: default 1 / sqrt(D).
         is_causal: row i sees keys j <= i + n - Sq, where n keys exist.
         softcap: if > 0, scores become softcap * tanh(scale * q.k / softcap) before the bias.
@@ -72,13 +75,14 @@ def attention(
     check_tensor("value", value)
     check_mask("mask", mask)
     check_optional_tensor("bias", bias)
+    check_optional_tensor("sink", sink)
     check_optional_tensor("seqlens_k", seqlens_k)
     check_bool("return_lse", return_lse)
     options = _check_options(scale, softcap, is_causal, deterministic)
     visibility = visibility_of(mask, query.shape, key.shape, is_causal, seqlens_k)
     if bias is not None and query.dim() == key.dim() == 4:
         warn_of_two_readings("bias", bias, query.shape[0], query.shape[1], key.shape[1])
-    out, lse, _ = _library.attention_forward(query, key, value, bias, visibility, *options)
+    out, lse, _ = _library.attention_forward(query, key, value, bias, sink, visibility, *options)
     return (out, lse) if return_lse else out
 
 
@@ -90,6 +94,7 @@ def dynamic_mask_attention(
     window_size: int,
     *,
     scores: Tensor | None = None,
+    sink: Tensor | None = None,
     is_causal: bool = True,
     selection: str = "causal",
     key_mask: Tensor | None = None,
@@ -115,7 +120,7 @@ def dynamic_mask_attention(
             the highest of all existing keys, the same for every row, of which the causal rule may then hide some.
         key_mask: bool (B or 1, heads of scores or 1, Sk); False hides the key, before the selection.
         seqlens_k: int32 (B), only the first seqlens_k[b] keys exist.
-        scale, softcap, deterministic, return_lse: as in `attention`; softcap None means 0 (none).
+        sink, scale, softcap, deterministic, return_lse: as in `attention`; softcap None means 0 (none).
 
     Returns:
         As `attention`: out (B, Sq, H, Dv), and with return_lse lse (B, H, Sq).
@@ -125,7 +130,7 @@ def dynamic_mask_attention(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value), ("key_bias", key_bias)):
         check_tensor(name, tensor)
-    for name, tensor in (("scores", scores), ("key_mask", key_mask), ("seqlens_k", seqlens_k)):
+    for name, tensor in (("scores", scores), ("sink", sink), ("key_mask", key_mask), ("seqlens_k", seqlens_k)):
         check_optional_tensor(name, tensor)
     check_bool("return_lse", return_lse)
     options = _check_options(scale, 0.0 if softcap is None else softcap, is_causal, deterministic)
@@ -141,8 +146,8 @@ def dynamic_mask_attention(
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
     _library.check_devices(
-        ("query", "key", "value", "key_bias", "scores", "key_mask", "seqlens_k"),
-        (query, key, value, key_bias, scores, key_mask, seqlens_k),
+        ("query", "key", "value", "key_bias", "scores", "sink", "key_mask", "seqlens_k"),
+        (query, key, value, key_bias, scores, sink, key_mask, seqlens_k),
     )
     _check_per_key("key_bias", key_bias, query, key)
     _check_key_bias_dtype(key_bias, query)
@@ -156,7 +161,7 @@ def dynamic_mask_attention(
     visibility = Visibility(
         seqlens_k=seqlens_k, interval_begin=begin, interval_end=end, is_causal=is_causal, interval_window=window_size
     )
-    out, lse, _ = _library.attention_forward(query, key, value, key_bias, visibility, *options)
+    out, lse, _ = _library.attention_forward(query, key, value, key_bias, sink, visibility, *options)
     return (out, lse) if return_lse else out
 
 

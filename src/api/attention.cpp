@@ -18,6 +18,7 @@ using internal::call_of;
 using internal::CallContext;
 using internal::find_backend;
 using internal::ForwardProblem;
+using internal::HeadView;
 using internal::measure;
 
 // Where no score is computed no key is hidden.
@@ -51,8 +52,10 @@ Status clear(const Backend& backend, void* data, std::int64_t elements, DType dt
 Status clear_gradients(const Backend& backend, const BackwardProblem& problem, const CallContext& call) {
   const std::int64_t key_rows = problem.batch * problem.keys * problem.key_heads;
   const BroadcastView& dbias = problem.dbias;
+  const HeadView& dsink = problem.dsink;
   Status status = clear(backend, problem.dkey.data, key_rows * problem.head_dim, problem.dtype, call);
   if (status.ok()) status = clear(backend, problem.dvalue.data, key_rows * problem.value_dim, problem.dtype, call);
+  if (status.ok()) status = clear(backend, dsink.data, problem.heads, dsink.dtype, call);
   if (!status.ok()) return status;
   return clear(backend, dbias.data, dbias.batches * dbias.heads * dbias.rows * dbias.keys, dbias.dtype, call);
 }

@@ -256,6 +256,22 @@ Status read_bias(const TensorView& bias, AttentionProblem* problem) {
   return make_broadcast("bias", bias, *problem, &problem->bias);
 }
 
+Expected head_like(const char* name, const TensorView& view, DType dtype, const AttentionProblem& p, Layout layout) {
+  return {name, &view, dtype, "(H)", 1, {p.heads}, layout};
+}
+
+Status read_sink(const TensorView& sink, AttentionProblem* problem) {
+  if (sink.rank == 0) return {};
+  if (Status status = check_rank("sink", sink, 1, 1); !status.ok()) return status;
+  if (sink.dtype != problem->dtype && sink.dtype != DType::kFloat32) {
+    return Status::invalid("sink", "must have query's dtype or float32",
+                           show_dtype("sink", sink.dtype) + ", " + show_dtype("query", problem->dtype));
+  }
+  Status status = check_expected(head_like("sink", sink, sink.dtype, *problem, Layout::kAny));
+  if (status.ok()) problem->sink = {sink.data, sink.dtype, sink.strides[0]};
+  return status;
+}
+
 Status read_seqlens(const TensorView& seqlens, AttentionProblem* problem) {
   if (seqlens.rank == 0) return {};
   Status status = check_all({{"seqlens_k", &seqlens, DType::kInt32, "(B)", 1, {problem->batch}, Layout::kAny}});
@@ -322,7 +338,15 @@ Status read_bias_gradient(const TensorView& dbias, const TensorView& bias, Backw
   return make_broadcast("dbias", dbias, *problem, &problem->dbias);
 }
 
-Status read_gradients(const AttentionGradients& gradients, const TensorView& bias, BackwardProblem* problem) {
+Status read_sink_gradient(const TensorView& dsink, const TensorView& sink, BackwardProblem* problem) {
+  if (dsink.rank == 0) return {};
+  if (sink.rank == 0) return Status::invalid("dsink", "needs a sink", show("dsink", dsink) + ", no sink");
+  Status status = check_expected(head_like("dsink", dsink, sink.dtype, *problem, Layout::kContiguous));
+  if (status.ok()) problem->dsink = {dsink.data, dsink.dtype, 1};
+  return status;
+}
+
+Status read_gradients(const AttentionGradients& gradients, const AttentionInputs& inputs, BackwardProblem* problem) {
   const struct {
     Expected expected;
     TokenView* result;
@@ -336,7 +360,8 @@ Status read_gradients(const AttentionGradients& gradients, const TensorView& bia
     if (Status status = check_expected(expected); !status.ok()) return status;
     *result = token_view(*expected.view);
   }
-  return read_bias_gradient(gradients.dbias, bias, problem);
+  Status status = read_bias_gradient(gradients.dbias, inputs.bias, problem);
+  return status.ok() ? read_sink_gradient(gradients.dsink, inputs.sink, problem) : status;
 }
 
 }  // namespace
@@ -365,7 +390,8 @@ Status make_problem(const AttentionInputs& inputs, const AttentionOptions& optio
   problem->deterministic = options.deterministic;
 
   if (Status status = read_visibility(inputs.visibility, problem); !status.ok()) return status;
-  return read_bias(inputs.bias, problem);
+  if (Status status = read_bias(inputs.bias, problem); !status.ok()) return status;
+  return read_sink(inputs.sink, problem);
 }
 
 Status make_planned_problem(AttentionInputs inputs, const AttentionOptions& options, AttentionProblem* problem) {
@@ -410,7 +436,7 @@ Status make_backward_problem(const AttentionInputs& inputs, const AttentionCotan
     problem->dlse_head_stride = dlse.strides[1];
     problem->dlse_row_stride = dlse.strides[2];
   }
-  return read_gradients(gradients, inputs.bias, problem);
+  return read_gradients(gradients, inputs, problem);
 }
 
 Status make_selection_problem(const SelectionInputs& inputs, const SelectionOptions& options,

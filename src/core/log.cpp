@@ -27,6 +27,7 @@ std::string describe_call(const char* direction, const AttentionProblem& problem
   if (problem.visibility.mask.defined()) line += " mask";
   if (problem.visibility.intervals.defined()) line += " intervals";
   if (problem.bias.defined()) line += " bias";
+  if (problem.sink.defined()) line += " sink";
   return line;
 }
 

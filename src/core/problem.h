@@ -35,6 +35,15 @@ struct BroadcastView {
   }
 };
 
+// A number for each query head.
+struct HeadView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t stride = 0;
+
+  constexpr bool defined() const { return data != nullptr; }
+};
+
 // int32 per key (row stride 0), both or neither.
 struct IntervalViews {
   BroadcastView begin, end;
@@ -73,6 +82,7 @@ struct AttentionProblem {
   TokenView query, key, value;
   VisibilityViews visibility;
   BroadcastView bias;  // data null: none
+  HeadView sink;       // data null: none
   double scale = 1.0, softcap = 0.0;
   bool deterministic = false;
 
@@ -101,6 +111,7 @@ struct BackwardProblem : AttentionProblem {
   std::int64_t dlse_batch_stride = 0, dlse_head_stride = 0, dlse_row_stride = 0;
   TokenView dquery, dkey, dvalue;  // contiguous; data null: not asked for
   BroadcastView dbias;             // contiguous in the bias's own shape; data null: not asked for
+  HeadView dsink;                  // contiguous, the sink's dtype; data null: not asked for
 };
 
 // Dynamic selection: which rows see a key, from one score for each.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/backend.h"
+#include "cpu/sink-inl.h"
 #include "plan/bits.h"
 #include "plan/index_rows.h"
 
@@ -161,6 +162,12 @@ void store_stats(const ForwardProblem& p, std::int64_t index, double max, double
   stats[1] = log_sum;
 }
 
+double sink_of(const AttentionProblem& p, std::int64_t h) {
+  const std::int64_t at = h * p.sink.stride;
+  return p.sink.dtype == DType::kFloat64 ? static_cast<const double*>(p.sink.data)[at]
+                                         : static_cast<const float*>(p.sink.data)[at];
+}
+
 void forward_row(const ForwardProblem& p, std::int64_t b, std::int64_t h, std::int64_t row, const VisibleRow& seen) {
   double* out = token(p.out, b, row, h);
   const std::int64_t index = (b * p.heads + h) * p.rows + row;
@@ -179,15 +186,16 @@ void forward_row(const ForwardProblem& p, std::int64_t b, std::int64_t h, std::i
     sum += weight;
     add_scaled(weight, token(p.value, b, seen.key(i), h / p.group()), p.value_dim, out);
   }
-  for (std::int64_t d = 0; d < p.value_dim; ++d) out[d] /= sum;
+  const double whole_sum = p.sink.defined() ? sum_with_sink(sink_of(p, h), max, sum) : sum;
+  for (std::int64_t d = 0; d < p.value_dim; ++d) out[d] /= whole_sum;
   const double log_sum = std::log(sum);
   lse = max + log_sum;
   store_stats(p, index, max, log_sum);
 }
 
-// The bias gradient of a row's scores goes to `dbias` when it is not null.
+// The gradients of a row's bias and sink go to `dbias` and `dsink` where these are not null.
 void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std::int64_t row, const VisibleRow& seen,
-                  double* dbias) {
+                  double* dbias, double* dsink) {
   const std::int64_t index = (b * p.heads + h) * p.rows + row;
   const double lse = static_cast<const double*>(p.lse)[index];
   const auto* stats = static_cast<const double*>(p.row_stats);
@@ -195,7 +203,11 @@ void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std:
   if (lse == -kInfinity) return;  // sees nothing, so its query and dout may hold anything
   const double* query = token(p.query, b, row, h);
   const double* dout = token(p.dout, b, row, h);
+  const double sink = p.sink.defined() ? sink_of(p, h) : -kInfinity;
+  const SinkShares shares = shares_of_sum(sink, max, log_sum);
   double delta = dot(dout, token(p.out, b, row, h), p.value_dim);
+  if (dsink != nullptr && sink != -kInfinity) dsink[h] -= shares.sink * delta;
+  delta *= shares.keys;
   if (p.dlse != nullptr) {
     delta -=
         static_cast<const double*>(p.dlse)[b * p.dlse_batch_stride + h * p.dlse_head_stride + row * p.dlse_row_stride];
@@ -204,9 +216,9 @@ void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std:
   for (std::size_t i = 0; i < seen.size(); ++i) {
     const std::int64_t j = seen.key(i);
     const double probability = std::isfinite(lse) ? std::exp(seen.score(i) - max - log_sum) : kNaN;
-    const double dscore = probability * (dot(dout, token(p.value, b, j, key_head), p.value_dim) - delta);
+    const double dscore = probability * (shares.keys * dot(dout, token(p.value, b, j, key_head), p.value_dim) - delta);
     const double dproduct = p.scale * seen.slope(i) * dscore;
-    if (p.dvalue.defined()) add_scaled(probability, dout, p.value_dim, token(p.dvalue, b, j, key_head));
+    if (p.dvalue.defined()) add_scaled(shares.keys * probability, dout, p.value_dim, token(p.dvalue, b, j, key_head));
     if (p.dquery.defined()) {
       add_scaled(dproduct, token(p.key, b, j, key_head), p.head_dim, token(p.dquery, b, row, h));
     }
@@ -214,6 +226,28 @@ void backward_row(const BackwardProblem& p, std::int64_t b, std::int64_t h, std:
     if (dbias != nullptr) dbias[p.dbias.offset(b, h) + row * p.dbias.row_stride + j * p.dbias.key_stride] += dscore;
   }
 }
+
+// A gradient that is float64 or float32, summed in float64.
+class SummedGradient {
+ public:
+  SummedGradient(void* data, DType dtype, std::int64_t count)
+      : data_(data), own_(static_cast<std::size_t>(data != nullptr && dtype == DType::kFloat32 ? count : 0)) {
+    sums_ = dtype == DType::kFloat32 ? own_.data() : static_cast<double*>(data);
+    if (data == nullptr) sums_ = nullptr;
+    if (sums_ != nullptr) std::fill_n(sums_, count, 0.0);
+  }
+
+  double* sums() const { return sums_; }  // null: not asked for
+  void store() const {
+    std::transform(own_.begin(), own_.end(), static_cast<float*>(data_),
+                   [](double sum) { return static_cast<float>(sum); });
+  }
+
+ private:
+  void* data_;
+  std::vector<double> own_;
+  double* sums_;
+};
 
 }  // namespace
 
@@ -228,21 +262,17 @@ void backward_fp64(const BackwardProblem& p, Executor& executor, AttentionCounte
   fill_zero(p.dquery, p.batch * p.rows * p.heads * p.head_dim);
   fill_zero(p.dkey, p.batch * p.keys * p.key_heads * p.head_dim);
   fill_zero(p.dvalue, p.batch * p.keys * p.key_heads * p.value_dim);
-  const std::int64_t dbias_count = p.dbias.batches * p.dbias.heads * p.dbias.rows * p.dbias.keys;
-  const bool rounds_dbias = p.dbias.defined() && p.dbias.dtype == DType::kFloat32;
-  std::vector<double> dbias_sums(static_cast<std::size_t>(rounds_dbias ? dbias_count : 0));
-  double* dbias = rounds_dbias ? dbias_sums.data() : static_cast<double*>(p.dbias.data);
-  if (dbias != nullptr) std::fill_n(dbias, dbias_count, 0.0);
+  SummedGradient dbias(p.dbias.data, p.dbias.dtype, p.dbias.batches * p.dbias.heads * p.dbias.rows * p.dbias.keys);
+  SummedGradient dsink(p.dsink.data, p.dsink.dtype, p.heads);
 
-  // Batch elements and heads may share a bias gradient: one worker adds them up, always in the same order.
-  for_each_row(p, dbias != nullptr ? 1 : executor.concurrency(), executor, counters,
+  // Batch elements and heads may share these gradients: one worker adds them up, always in the same order.
+  const int workers = dbias.sums() != nullptr || dsink.sums() != nullptr ? 1 : executor.concurrency();
+  for_each_row(p, workers, executor, counters,
                [&](std::int64_t b, std::int64_t h, std::int64_t row, const VisibleRow& seen) {
-                 backward_row(p, b, h, row, seen, dbias);
+                 backward_row(p, b, h, row, seen, dbias.sums(), dsink.sums());
                });
-  if (rounds_dbias) {
-    std::transform(dbias_sums.begin(), dbias_sums.end(), static_cast<float*>(p.dbias.data),
-                   [](double sum) { return static_cast<float>(sum); });
-  }
+  dbias.store();
+  dsink.store();
 }
 
 }  // namespace flash_dmattn::internal::cpu

@@ -1,12 +1,14 @@
 // The backward, by the formulas of Dao et al. 2022 (FlashAttention, appendix B), over the same plans as the
 // forward: P = e^(score - lse), dS = P (dO V^T - delta), delta = rowsum(dO * O) - dlse. Of lse the row's maximum and
 // the logarithm of its sum are subtracted one after the other: where scores are large their sum would lose the second.
+// With a sink the keys have a share of the softmax sum: dV takes share * P, dS = P (share * (dO V^T - delta) + dlse).
 #pragma once
 
 #include "cpu/bias_gradient-inl.h"
 #include "cpu/gradient_sums-inl.h"
 #include "cpu/kernel_set.h"
 #include "cpu/scores-inl.h"
+#include "cpu/sink-inl.h"
 
 namespace flash_dmattn::internal::cpu {
 namespace {
@@ -38,6 +40,7 @@ class BackwardUnit {
     key_columns_ = arena_.take<Packed>(Products::columns_size(block_keys, head_dim_));
     maxima_ = arena_.take<float>(static_cast<std::size_t>(rows));
     log_sums_ = arena_.take<float>(static_cast<std::size_t>(rows));
+    shares_ = arena_.take<float>(static_cast<std::size_t>(rows));
     delta_ = arena_.take<float>(static_cast<std::size_t>(rows));
     present_ = arena_.take<std::uint8_t>(static_cast<std::size_t>(rows));
     scores_ = arena_.take<float>(kBackwardRowTile * kScoreStride);
@@ -71,6 +74,7 @@ class BackwardUnit {
     const GradientSums sums(problem, schedule, sums_memory);
     const BackwardSchedule::Unit unit = schedule.unit(index);
     begin_sums(sums, index);
+    first_head_ = unit.key_head_begin * problem.group();
     for (std::int64_t step = 0;; ++step) {
       const std::int64_t chunk = schedule.chunk(unit.split, step);
       if (chunk < 0) break;
@@ -94,6 +98,8 @@ class BackwardUnit {
     if (problem_.dvalue.defined()) {
       fill_floats(dvalue_sums_, pairs * static_cast<std::int64_t>(sums.dvalue_size()), 0.0f);
     }
+    dsinks_ = sums.dsinks(index);
+    if (dsinks_ != nullptr) std::memset(dsinks_, 0, static_cast<std::size_t>(sums.sink_heads()) * sizeof(double));
     if (problem_.dbias.defined()) dbias_.begin_unit(sums.columns(index), sums.columns_size());
   }
 
@@ -141,6 +147,7 @@ class BackwardUnit {
   void attend(const ChunkPlan& plan, std::int64_t batch, std::int64_t key_head, std::int64_t head,
               const GradientSums& sums, std::size_t pair) {
     for (int h = 0; h < schedule_.pass_heads; ++h) begin_rows(plan, batch, head + h, h);
+    if (!need_score_gradient_ && !problem_.dvalue.defined()) return;  // the sink's is all that is asked for
     const T* keys = head_tokens<T>(problem_.key, batch, key_head);
     const T* values = head_tokens<T>(problem_.value, batch, key_head);
     for (int first = 0; first < plan.key_count; first += kKeyBlock) {
@@ -221,17 +228,35 @@ class BackwardUnit {
       fill_floats(dquery_ + static_cast<std::int64_t>(at) * out_stride_,
                   static_cast<std::int64_t>(plan.rows) * out_stride_, 0.0f);
     }
-    if (!need_score_gradient_) return;
-    Products::template pack_left<kBackwardRowTile>(douts, padded, douts_ + Products::left_size(at, value_dim_));
+    if (need_score_gradient_) {
+      Products::template pack_left<kBackwardRowTile>(douts, padded, douts_ + Products::left_size(at, value_dim_));
+      dbias_.clear_rows(plan, batch, head);
+    }
+    begin_row_facts(plan, batch, head, at, douts, outs);
+  }
+
+  // Of each row the keys' share of the softmax sum, and delta; of the head the sink's gradient.
+  void begin_row_facts(const ChunkPlan& plan, std::int64_t batch, std::int64_t head, int at, const RowSource<T>& douts,
+                       const RowSource<T>& outs) {
     const auto* dlse = static_cast<const float*>(problem_.dlse);
     if (dlse != nullptr) dlse += batch * problem_.dlse_batch_stride + head * problem_.dlse_head_stride;
+    const bool needs_delta = need_score_gradient_ || dsinks_ != nullptr;
+    const float sink = problem_.sink.defined() ? sink_of<T>(problem_, head) : kMinusInfinity;
+    const bool has_sink = sink != kMinusInfinity;
+    double dsink = 0;
     for (int row = 0; row < plan.rows; ++row) {
-      delta_[at + row] = present_[at + row] == 0 ? 0.0f : dot_rows(douts.row(row), outs.row(row));
-      if (dlse != nullptr && present_[at + row] != 0) {
-        delta_[at + row] -= dlse[(plan.row_begin + row) * problem_.dlse_row_stride];
+      shares_[at + row] = 1.0f, delta_[at + row] = 0.0f;
+      if (present_[at + row] == 0) continue;
+      float delta = needs_delta ? dot_rows(douts.row(row), outs.row(row)) : 0.0f;
+      if (has_sink) {
+        const SinkShares shares = shares_of_sum(sink, maxima_[at + row], log_sums_[at + row]);
+        dsink -= shares.sink * delta;
+        shares_[at + row] = static_cast<float>(shares.keys);
+        delta *= shares_[at + row];
       }
+      delta_[at + row] = dlse == nullptr ? delta : delta - dlse[(plan.row_begin + row) * problem_.dlse_row_stride];
     }
-    dbias_.clear_rows(plan, batch, head);
+    if (dsinks_ != nullptr) dsinks_[head - first_head_] += dsink;
   }
 
   RowSource<T> chunk_rows(const ChunkPlan& plan, const TokenView& view, int head_dim, std::int64_t batch,
@@ -306,8 +331,12 @@ class BackwardUnit {
                                     int first, const BiasReader<T>& bias, float* scores, float* gradients) {
     const bool scales_first = rule_.is_plain(bias.defined()) && is_large(maxima_[at]);
     if (scales_first) rule_.scale_products(classes, key_tiles, scores);
-    RowTerms terms = {rule_.is_linear() && !scales_first ? rule_.scale : 1.0f, maxima_[at], log_sums_[at],
-                      need_score_gradient_ ? delta_[at] : 0.0f, nullptr};
+    RowTerms terms = {rule_.is_linear() && !scales_first ? rule_.scale : 1.0f,
+                      maxima_[at],
+                      log_sums_[at],
+                      shares_[at],
+                      delta_[at],
+                      nullptr};
     const bool bent = dbias_.wanted() || rule_.softcap > 0.0f;
     for (int tile = 0; tile < key_tiles; ++tile) {
       if (classes[tile] == TileClass::kEmpty) continue;
@@ -348,17 +377,18 @@ class BackwardUnit {
 
   // score = factor * (what is stored of it) + bias, if there is one.
   struct RowTerms {
-    float factor, maximum, log_sum, delta;
+    float factor, maximum, log_sum, share, delta;
     const float* bias;
   };
 
-  // Probabilities of one tile in place; `use` takes the gradients of the scores. With `gradients` null
+  // Probabilities of one tile in place, with the sink; `use` takes the gradients of the scores. With `gradients` null
   // nobody wants them.
   template <typename Use>
   static HWY_INLINE void differentiate_tile(const RowTerms& terms, std::uint64_t visible, float* scores,
                                             const float* gradients, int in_block, Use use) {
     const Vec factor = hn::Set(kFloats, terms.factor), maximum = hn::Set(kFloats, terms.maximum);
-    const Vec log_sum = hn::Set(kFloats, terms.log_sum), delta = hn::Set(kFloats, terms.delta);
+    const Vec log_sum = hn::Set(kFloats, terms.log_sum);
+    const Vec share = hn::Set(kFloats, terms.share), delta = hn::Set(kFloats, terms.delta);
     const auto vector_at = [&](int key, auto select) HWY_ATTR {
       const Vec stored = hn::Load(kFloats, scores + key);
       // With a bias the score is rounded first, as by the forward.
@@ -366,9 +396,11 @@ class BackwardUnit {
           terms.bias != nullptr
               ? hn::Sub(hn::MulAdd(stored, factor, hn::LoadU(kFloats, terms.bias + key - in_block)), maximum)
               : hn::MulSub(stored, factor, maximum);
-      const Vec p = select(exponential<Products::kExpDegree>(hn::Sub(distance, log_sum)));
-      if (gradients != nullptr) use(select(hn::Mul(p, hn::Sub(hn::Load(kFloats, gradients + key), delta))), key);
-      Products::store_probabilities(p, scores, key);
+      const Vec p = exponential<Products::kExpDegree>(hn::Sub(distance, log_sum));  // of the keys among themselves
+      if (gradients != nullptr) {
+        use(select(hn::Mul(p, hn::MulSub(hn::Load(kFloats, gradients + key), share, delta))), key);
+      }
+      Products::store_probabilities(select(hn::Mul(p, share)), scores, key);
     };
     if (visible == kAllVisible) {
       HWY_UNROLL(4)
@@ -392,7 +424,7 @@ class BackwardUnit {
   AttentionCounters* counters_ = nullptr;
   // The chunk's rows, packed once.
   Packed *queries_ = nullptr, *douts_ = nullptr, *query_rows_ = nullptr, *dout_rows_ = nullptr;
-  float *maxima_ = nullptr, *log_sums_ = nullptr, *delta_ = nullptr, *dquery_ = nullptr;
+  float *maxima_ = nullptr, *log_sums_ = nullptr, *shares_ = nullptr, *delta_ = nullptr, *dquery_ = nullptr;
   std::uint8_t* present_ = nullptr;
   // One block of listed keys.
   Packed *key_columns_ = nullptr, *value_columns_ = nullptr, *key_depth_ = nullptr;
@@ -400,6 +432,8 @@ class BackwardUnit {
   // One tile.
   float *scores_ = nullptr, *gradients_ = nullptr;
   // The unit's sums.
+  double* dsinks_ = nullptr;  // of its heads, from first_head_ on
+  std::int64_t first_head_ = 0;
   float *dkey_sums_ = nullptr, *dvalue_sums_ = nullptr, *own_dkey_ = nullptr, *own_dvalue_ = nullptr;
 };
 

@@ -13,8 +13,8 @@ namespace {
 constexpr std::int64_t kSumsAlignment = 16;
 constexpr std::int64_t kFinishKeys = 512;  // keys of one part of the final summation
 
-// dK and dV of every (unit, pair of its share group) as rows of floats, and the columns of a bias
-// gradient that is broadcast over rows, of every unit.
+// dK and dV of every (unit, pair of its share group) as rows of floats, and of every unit the columns of a bias
+// gradient that is broadcast over rows and the gradients of its heads' sinks.
 class GradientSums {
  public:
   GradientSums(const BackwardProblem& problem, const BackwardSchedule& schedule, void* memory)
@@ -32,6 +32,7 @@ class GradientSums {
     if (schedule.bias_gradient == BiasGradient::kColumns) {
       columns_ = arena.take<float>(static_cast<std::size_t>(schedule.units) * columns_size());
     }
+    if (problem.dsink.defined()) dsinks_ = arena.take<double>(static_cast<std::size_t>(schedule.units * sink_heads()));
     bytes_ = arena.used();
   }
 
@@ -55,6 +56,10 @@ class GradientSums {
     return columns_ == nullptr ? nullptr : columns_ + static_cast<std::size_t>(unit) * columns_size();
   }
 
+  // Query heads of one unit, and the gradients of their sinks.
+  std::int64_t sink_heads() const { return schedule_.group_key_heads * problem_.group(); }
+  double* dsinks(std::int64_t unit) const { return dsinks_ == nullptr ? nullptr : dsinks_ + unit * sink_heads(); }
+
  private:
   float* at(float* base, std::int64_t unit, std::int64_t pair, std::size_t size) const {
     return base == nullptr ? nullptr : base + static_cast<std::size_t>(unit * pairs_per_unit() + pair) * size;
@@ -64,6 +69,7 @@ class GradientSums {
   const BackwardSchedule& schedule_;
   std::int64_t dkey_stride_, dvalue_stride_;
   float *dkey_ = nullptr, *dvalue_ = nullptr, *columns_ = nullptr;
+  double* dsinks_ = nullptr;
   std::size_t bytes_ = 0;
 };
 
@@ -91,14 +97,17 @@ HWY_INLINE std::int64_t key_parts(const BackwardProblem& problem) {
   return (problem.keys + kFinishKeys - 1) / kFinishKeys;
 }
 
-// Parts of the final summation: blocks of keys of every pair, then the heads of a broadcast bias.
+// Parts of the final summation: blocks of keys of every pair, then the heads of a broadcast bias, then all sinks.
 HWY_INLINE std::int64_t count_pair_parts(const BackwardProblem& problem, const BackwardSchedule& schedule) {
   const bool needed = schedule.splits > 1 && (problem.dkey.defined() || problem.dvalue.defined());
   return needed ? problem.batch * problem.key_heads * key_parts(problem) : 0;
 }
+HWY_INLINE std::int64_t count_column_parts(const BackwardProblem& problem, const BackwardSchedule& schedule) {
+  return schedule.bias_gradient == BiasGradient::kColumns ? problem.dbias.batches * problem.dbias.heads : 0;
+}
 inline std::int64_t count_finish_parts(const BackwardProblem& problem, const BackwardSchedule& schedule) {
-  const bool columns = schedule.bias_gradient == BiasGradient::kColumns;
-  return count_pair_parts(problem, schedule) + (columns ? problem.dbias.batches * problem.dbias.heads : 0);
+  return count_pair_parts(problem, schedule) + count_column_parts(problem, schedule) +
+         (problem.dsink.defined() ? 1 : 0);
 }
 
 // One head of a bias gradient that is broadcast over rows: all units that saw it, in order.
@@ -129,11 +138,32 @@ HWY_INLINE void finish_columns(const BackwardProblem& problem, const BackwardSch
   }
 }
 
+// The gradients of all sinks: those of the units, in order.
+template <typename T>
+HWY_INLINE void finish_sinks(const BackwardProblem& problem, const BackwardSchedule& schedule,
+                             const GradientSums& sums) {
+  const std::int64_t heads = sums.sink_heads(), batch_units = schedule.head_groups * schedule.splits;
+  for (std::int64_t head = 0; head < problem.heads; ++head) {
+    double total = 0;
+    for (std::int64_t first = head / heads * schedule.splits; first < schedule.units; first += batch_units) {
+      for (std::int64_t unit = first; unit < first + schedule.splits; ++unit) total += sums.dsinks(unit)[head % heads];
+    }
+    const auto rounded = static_cast<float>(total);
+    if (problem.dsink.dtype == DType::kFloat32) {
+      static_cast<float*>(problem.dsink.data)[head] = rounded;
+    } else {
+      store_row(&rounded, 1.0f, 1, static_cast<T*>(problem.dsink.data) + head);
+    }
+  }
+}
+
 template <typename T>
 void finish_gradients(const BackwardProblem& problem, const BackwardSchedule& schedule, std::int64_t part,
                       const void* memory) {
   const GradientSums sums(problem, schedule, const_cast<void*>(memory));
   const std::int64_t pair_parts = count_pair_parts(problem, schedule);
+  const std::int64_t column_parts = count_column_parts(problem, schedule);
+  if (part == pair_parts + column_parts) return finish_sinks<T>(problem, schedule, sums);
   if (part >= pair_parts) {
     const std::int64_t index = part - pair_parts;
     return finish_columns<T>(problem, schedule, sums, index / problem.dbias.heads, index % problem.dbias.heads);

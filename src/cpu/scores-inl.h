@@ -156,6 +156,16 @@ HWY_INLINE void count_tiles(const TileClass* classes, int key_tiles, int rows, A
   }
 }
 
+// A query head's sink.
+template <typename T>
+HWY_INLINE float sink_of(const AttentionProblem& problem, std::int64_t head) {
+  const std::int64_t at = head * problem.sink.stride;
+  if (problem.sink.dtype == DType::kFloat32) return static_cast<const float*>(problem.sink.data)[at];
+  float sink = 0.0f;
+  convert_row(static_cast<const T*>(problem.sink.data) + at, 1, &sink);
+  return sink;
+}
+
 // Token 0 of one head; null where there are no tokens.
 template <typename T>
 HWY_INLINE T* head_tokens(const TokenView& view, std::int64_t batch, std::int64_t head) {

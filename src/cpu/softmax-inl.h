@@ -7,6 +7,7 @@
 
 #include "core/problem.h"
 #include "cpu/scores-inl.h"
+#include "cpu/sink-inl.h"
 
 namespace flash_dmattn::internal::cpu {
 namespace {
@@ -112,7 +113,10 @@ HWY_INLINE void write_row(const ForwardProblem& problem, std::int64_t batch, std
     maximum = kMinusInfinity;
     std::memset(to, 0, static_cast<std::size_t>(problem.value_dim) * sizeof(T));
   } else {
-    store_row(out, 1.0f / sum, problem.value_dim, to);
+    const float factor = problem.sink.defined()
+                             ? static_cast<float>(1 / sum_with_sink(sink_of<T>(problem, head), maximum, sum))
+                             : 1.0f / sum;
+    store_row(out, factor, problem.value_dim, to);
     log_sum = std::log(sum);
     lse = maximum + log_sum;
   }

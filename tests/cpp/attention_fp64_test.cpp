@@ -54,7 +54,8 @@ struct Naive {
         weighted[d] += std::exp(score) * call.value.get(key_row * value_dim + d);
     }
     lse.set(static_cast<std::size_t>((b * q[2] + h) * q[1] + row), std::log(sum));
-    for (std::size_t d = 0; d < value_dim; ++d) out.set(query_row * value_dim + d, sum > 0 ? weighted[d] / sum : 0);
+    const double whole = sum + (call.sink.defined() ? std::exp(call.sink.get(static_cast<std::size_t>(h))) : 0);
+    for (std::size_t d = 0; d < value_dim; ++d) out.set(query_row * value_dim + d, sum > 0 ? weighted[d] / whole : 0);
   }
 };
 
@@ -107,6 +108,7 @@ TEST_P(AttentionFloat64, GradientsAreDifferencesOfTheDefinition) {
   expect_gradient(call, &Call::key, call.dkey, "dkey");
   expect_gradient(call, &Call::value, call.dvalue, "dvalue");
   if (call.bias.defined()) expect_gradient(call, &Call::bias, call.dbias, "dbias");
+  if (call.sink.defined()) expect_gradient(call, &Call::sink, call.dsink, "dsink");
 }
 
 TEST_P(AttentionFloat64, UnseenNaNTouchesNothing) {
@@ -145,6 +147,8 @@ const Variant kVariants[] = {
     {.name = "softcap", .bias = {2, 4, 5, 7}, .softcap = 1.5},
     {.name = "lists", .bias = {2, 4, 5, 7}, .indices = {2, 2, 5, 3}, .has_lengths = true},
     {.name = "lists_of_blocks", .mask = {2, 1, 7}, .is_causal = true, .indices = {1, 1, 5, 2}, .block_size = 3},
+    {.name = "sink", .mask = {2, 4, 5, 7}, .bias = {2, 2, 1, 7}, .density = 0.2, .sink = true},
+    {.name = "float_sink", .seqlens = {3, 0}, .is_causal = true, .softcap = 2, .float_sink = true},
     {.name = "narrow_values", .shape = {2, 5, 7, 4, 2, 3, 1}, .mask = {2, 4, 5, 7}, .bias = {2, 1, 1, 7}},
     {.name = "wide_values", .shape = {2, 5, 7, 4, 2, 3, 8}, .seqlens = {3, 9}, .is_causal = true},
     {.name = "nothing_visible", .mask = {1, 1, 1, 1}, .bias = {5, 7}, .density = 0},
@@ -180,19 +184,20 @@ TEST(AttentionFloat64, ABiasOfMinusInfinityHides) {
 }
 
 TEST(AttentionFloat64, ComputesOnlyTheGradientsAskedFor) {
-  Call all({.name = "gradients", .bias = {1, 2, 1, 7}}, DType::kFloat64);
+  Call all({.name = "gradients", .bias = {1, 2, 1, 7}, .sink = true}, DType::kFloat64);
   all.run();
-  for (int only = 0; only < 4; ++only) {
+  for (int only = 0; only < 5; ++only) {
     Call call = all;
     call.make_results();
     ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
     AttentionGradients gradients;
     TensorView AttentionGradients::*const members[] = {&AttentionGradients::dquery, &AttentionGradients::dkey,
-                                                       &AttentionGradients::dvalue, &AttentionGradients::dbias};
+                                                       &AttentionGradients::dvalue, &AttentionGradients::dbias,
+                                                       &AttentionGradients::dsink};
     gradients.*members[only] = call.gradients().*members[only];
     ASSERT_TRUE(attention_backward(call.inputs(), call.cotangents(), call.options, gradients).ok());
     const auto results = call.results(), expected = all.results();
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 5; ++i) {
       const auto at = static_cast<std::size_t>(i + 2);
       EXPECT_EQ(results[at].second->bytes() == expected[at].second->bytes(), i == only) << results[at].first;
     }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention_testing.h"
@@ -28,7 +29,7 @@ using testing::Variant;
 double tolerance(DType dtype) { return dtype == DType::kFloat32 ? 2e-6 : dtype == DType::kFloat16 ? 2e-3 : 1.2e-2; }
 constexpr double kWorstFactor = 20;
 // Below this size values are what cancellation left, and relative errors mean nothing. A bias's gradient is
-// a sum over as many scores as it has fewer elements than there are scores; most of it cancels.
+// a sum over as many scores as it has fewer elements than there are scores, a sink's over rows; most of it cancels.
 constexpr double kTypicalSize = 0.01;
 constexpr double kTypicalSummand = 0.3;
 
@@ -61,7 +62,9 @@ Call reference_of(const Call& call) {
   return reference;
 }
 
-double typical_size_of_dbias(const Call& call) {
+double typical_size_of(const std::string& name, const Call& call) {
+  if (name == "dsink") return kTypicalSummand * std::sqrt(static_cast<double>(call.lse.count() / call.sink.count()));
+  if (name != "dbias") return kTypicalSize;
   const double scores = static_cast<double>(call.lse.count()) * static_cast<double>(call.key.shape()[1]);
   return kTypicalSummand * std::sqrt(scores / static_cast<double>(std::max<std::size_t>(call.bias.count(), 1)));
 }
@@ -72,7 +75,7 @@ void expect_results_close(const Call& got, const Call& expected) {
     // lse is float32 and never goes through the dtype of the products.
     const auto& [name, tensor] = left[i];
     expect_close(*tensor, *right[i].second, tolerance(name == "lse" ? DType::kFloat32 : got.query.dtype()), name,
-                 name == "dbias" ? typical_size_of_dbias(got) : kTypicalSize);
+                 typical_size_of(name, got));
   }
 }
 
@@ -118,6 +121,19 @@ const std::vector<Variant> kVariants = {
     {.name = "head_dim_40", .shape = {1, 65, 64, 2, 1, 40}, .bias = {1, 2, 1, 64}, .is_causal = true},
     {.name = "head_dim_97", .shape = {1, 20, 40, 2, 1, 97}, .bias = {20, 40}},
     {.name = "head_dim_256", .shape = {1, 31, 70, 1, 1, 256}, .mask = {31, 70}},
+    {.name = "sink", .shape = {2, 70, 90, 4, 2, 24}, .mask = {2, 4, 70, 90}, .bias = {2, 4, 70, 90}, .sink = true},
+    {.name = "float_sink",
+     .shape = {2, 40, 300, 4, 4, 16},
+     .bias = {1, 4, 1, 300},
+     .is_causal = true,
+     .float_sink = true},
+    {.name = "sink_over_batch",
+     .shape = {3, 40, 50, 6, 2, 16},
+     .bias = {1, 1, 40, 50},
+     .seqlens = {1, 0, 50},
+     .sink = true},
+    {.name = "sink_few_rows", .shape = {2, 300, 33, 2, 1, 16, 40}, .is_causal = true, .sink = true},
+    {.name = "decode_sink", .shape = {2, 3, 2500, 4, 2, 24}, .softcap = 2, .sink = true},
     {.name = "value_dim_1", .shape = {1, 40, 70, 2, 1, 40, 1}, .bias = {1, 2, 40, 70}, .is_causal = true},
     {.name = "value_dim_33", .shape = {2, 33, 65, 4, 2, 16, 33}, .mask = {2, 1, 33, 65}, .bias = {2, 4, 1, 65}},
     {.name = "value_dim_128", .shape = {1, 40, 300, 2, 2, 192, 128}, .is_causal = true},
@@ -309,8 +325,11 @@ TEST_P(Attention, NeedsTheWorkspaceItAsksFor) {
 TEST_P(Attention, ComputesOnlyTheGradientsAskedFor) {
   const Call reference = reference_of(call_);
   ASSERT_TRUE(attention_forward(call_.inputs(), call_.options, call_.outputs()).ok());
-  TensorView AttentionGradients::*const members[] = {&AttentionGradients::dquery, &AttentionGradients::dkey,
-                                                     &AttentionGradients::dvalue, &AttentionGradients::dbias};
+  // As results() has them behind out and lse.
+  std::vector<TensorView AttentionGradients::*> members = {&AttentionGradients::dquery, &AttentionGradients::dkey,
+                                                           &AttentionGradients::dvalue};
+  if (call_.bias.defined()) members.push_back(&AttentionGradients::dbias);
+  if (call_.sink.defined()) members.push_back(&AttentionGradients::dsink);
   const auto expected = reference.results();
   for (std::size_t only = 0; only + 2 < expected.size(); ++only) {
     Call alone = call_;
@@ -322,7 +341,7 @@ TEST_P(Attention, ComputesOnlyTheGradientsAskedFor) {
       const auto& [name, tensor] = results[i + 2];
       if (i == only) {
         expect_close(*tensor, *expected[i + 2].second, tolerance(alone.query.dtype()), name + " alone",
-                     name == "dbias" ? typical_size_of_dbias(alone) : kTypicalSize);
+                     typical_size_of(name, alone));
       } else {
         EXPECT_EQ(tensor->bytes(), call_.results()[i + 2].second->bytes()) << name << " was not asked for";
       }
@@ -476,6 +495,36 @@ TEST(Attention, ALargeBiasOfAllKeysChangesNoGradient) {
       EXPECT_FLOAT_EQ(static_cast<float>(large.lse.get(0)), static_cast<float>(size));
       large.lse = call.lse;
       expect_same_bytes(large, call);
+    }
+  }
+}
+
+TEST(Attention, SinksThatAreNotFinite) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+    for (const std::int64_t rows : {std::int64_t{40}, std::int64_t{3}}) {  // packed, and where they lie
+      // The second batch element has no keys.
+      Call call({.name = "sinks", .shape = {2, rows, 70, 4, 1, 24}, .bias = {1, 1, 1, 70}, .seqlens = {70, 0}}, dtype);
+      call.run();
+      Call sunk = call;
+      sunk.sink = Tensor(dtype, {4});
+      const double sinks[] = {-HUGE_VAL, std::nan(""), HUGE_VAL, 0.5};
+      for (std::size_t h = 0; h < 4; ++h) sunk.sink.set(h, sinks[h]);
+      sunk.make_results();
+      sunk.run();
+      EXPECT_EQ(sunk.lse.bytes(), call.lse.bytes()) << name_of(dtype);
+      for (std::size_t i = 0; i < call.out.count(); ++i) {
+        const std::size_t head = i / 24 % 4;
+        for (const auto& [got, plain] : {std::pair(&sunk.out, &call.out), std::pair(&sunk.dquery, &call.dquery)}) {
+          if (head == 0 || i >= call.out.count() / 2) {
+            ASSERT_EQ(got->get(i), plain->get(i)) << name_of(dtype) << " " << i;
+          } else {
+            ASSERT_EQ(std::isnan(got->get(i)), head != 3) << name_of(dtype) << " " << i;
+          }
+        }
+      }
+      EXPECT_EQ(sunk.dsink.get(0), 0) << name_of(dtype);
+      EXPECT_TRUE(std::isnan(sunk.dsink.get(1)) && std::isnan(sunk.dsink.get(2))) << name_of(dtype);
+      EXPECT_TRUE(std::isfinite(sunk.dsink.get(3))) << name_of(dtype);
     }
   }
 }

@@ -143,6 +143,7 @@ struct Variant {
   std::vector<std::int64_t> indices = {};    // of lists of keys
   bool has_lengths = false;                  // of the lists
   std::int64_t block_size = 1;
+  bool sink = false, float_sink = false;
 };
 
 inline void PrintTo(const Variant& variant, std::ostream* os) { *os << variant.name; }
@@ -177,8 +178,8 @@ class SerialExecutor : public Executor {
 
 // The tensors of a forward and backward call.
 struct Call {
-  Tensor query, key, value, mask, bias, seqlens, begins, ends, indices, lengths, dout, dlse;
-  Tensor out, lse, row_stats, dquery, dkey, dvalue, dbias;
+  Tensor query, key, value, mask, bias, sink, seqlens, begins, ends, indices, lengths, dout, dlse;
+  Tensor out, lse, row_stats, dquery, dkey, dvalue, dbias, dsink;
   bool is_causal = false;
   std::int64_t block_size = 1;
   AttentionOptions options;
@@ -199,6 +200,7 @@ struct Call {
     dout = tensor({s.batch, s.rows, s.heads, s.value_dim});
     dlse = tensor({s.batch, s.heads, s.rows}).as(dtype == DType::kFloat64 ? dtype : DType::kFloat32);
     if (!variant.bias.empty()) bias = tensor(variant.bias).as(variant.float_bias ? DType::kFloat32 : dtype);
+    if (variant.sink || variant.float_sink) sink = tensor({s.heads}).as(variant.float_sink ? DType::kFloat32 : dtype);
     if (!variant.mask.empty()) {
       mask = Tensor(DType::kBool, variant.mask);
       mask.fill([&] { return static_cast<double>(random() % 1000 < variant.density * 1000); });
@@ -236,7 +238,8 @@ struct Call {
   // The same numbers in double precision.
   Call in_float64() const {
     Call result = *this;
-    for (Tensor* tensor : {&result.query, &result.key, &result.value, &result.bias, &result.dout, &result.dlse}) {
+    for (Tensor* tensor :
+         {&result.query, &result.key, &result.value, &result.bias, &result.sink, &result.dout, &result.dlse}) {
       *tensor = tensor->as(DType::kFloat64);
     }
     result.make_results();
@@ -251,8 +254,9 @@ struct Call {
     dkey = Tensor(query.dtype(), key.shape());
     dvalue = Tensor(query.dtype(), value.shape());
     if (bias.defined()) dbias = Tensor(bias.dtype(), bias.shape());
+    if (sink.defined()) dsink = Tensor(sink.dtype(), sink.shape());
     // Whatever was there must not matter.
-    for (Tensor* tensor : {&out, &lse, &row_stats, &dquery, &dkey, &dvalue, &dbias})
+    for (Tensor* tensor : {&out, &lse, &row_stats, &dquery, &dkey, &dvalue, &dbias, &dsink})
       tensor->fill([] { return std::nan(""); });
   }
 
@@ -261,6 +265,7 @@ struct Call {
             .key = key.view(),
             .value = value.view(),
             .bias = bias.view(),
+            .sink = sink.view(),
             .visibility = {.mask = mask.view(),
                            .intervals = {begins.view(), ends.view()},
                            .indices = {indices.view(), lengths.view(), block_size},
@@ -271,7 +276,9 @@ struct Call {
   AttentionCotangents cotangents() const {
     return {out.view(), lse.view(), dout.view(), dlse.view(), row_stats.view()};
   }
-  AttentionGradients gradients() const { return {dquery.view(), dkey.view(), dvalue.view(), dbias.view()}; }
+  AttentionGradients gradients() const {
+    return {dquery.view(), dkey.view(), dvalue.view(), dbias.view(), dsink.view()};
+  }
 
   void run(const AttentionContext& context = {}) {
     const Status forward = attention_forward(inputs(), options, outputs(), context);
@@ -285,6 +292,7 @@ struct Call {
     std::vector<std::pair<std::string, const Tensor*>> list = {
         {"out", &out}, {"lse", &lse}, {"dquery", &dquery}, {"dkey", &dkey}, {"dvalue", &dvalue}};
     if (dbias.defined()) list.emplace_back("dbias", &dbias);
+    if (dsink.defined()) list.emplace_back("dsink", &dsink);
     return list;
   }
 

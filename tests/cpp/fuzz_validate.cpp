@@ -155,6 +155,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   inputs.visibility.mask = broadcast_view(decisions, DType::kBool, s);
   inputs.bias = broadcast_view(decisions, bias_dtype, s);
   inputs.visibility.indices = key_indices(decisions, s);
+  inputs.sink = maybe(decisions, view(decisions, bias_dtype, 1, {s.heads}));
   inputs.visibility.seqlens_k = maybe(decisions, view(decisions, DType::kInt32, 1, {s.batch}));
   if (decisions.rarely()) {
     inputs.visibility.plan = {reinterpret_cast<void*>(std::uintptr_t{decisions.byte()}), decisions.byte()};
@@ -176,6 +177,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (inputs.bias.rank >= 0 && inputs.bias.rank <= TensorView::kMaxRank && decisions.byte() % 2) {
     gradients.dbias = view(decisions, inputs.bias.dtype, inputs.bias.rank, inputs.bias.shape);
   }
+  gradients.dsink = maybe(decisions, view(decisions, inputs.sink.dtype, 1, {s.heads}));
   BackwardProblem backward;
   require_sound(make_backward_problem(inputs, cotangents, options, gradients, &backward), backward);
   return 0;

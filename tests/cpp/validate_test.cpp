@@ -44,10 +44,11 @@ struct Call {
         .key = key_like,
         .value = key_like,
         .bias = tensor(dtype, 1, heads, rows, 1),
+        .sink = tensor(DType::kFloat32, heads),
         .visibility = {.mask = tensor(DType::kBool, batch, 1, 1, keys), .seqlens_k = tensor(DType::kInt32, batch)}};
     outputs = {query_like, lse_like};
     cotangents = {query_like, lse_like, query_like, lse_like};
-    gradients = {query_like, key_like, key_like, inputs.bias};
+    gradients = {query_like, key_like, key_like, inputs.bias, inputs.sink};
   }
 
   Status forward() { return make_forward_problem(inputs, options, outputs, &forward_problem); }
@@ -63,6 +64,7 @@ TEST(Validate, AcceptsEveryDtype) {
     EXPECT_EQ(call.forward().message(), "ok");
     EXPECT_EQ(call.backward().message(), "ok");
     call.inputs.bias.dtype = call.gradients.dbias.dtype = DType::kFloat32;
+    call.inputs.sink.dtype = call.gradients.dsink.dtype = dtype;
     EXPECT_EQ(call.backward().message(), "ok");
   }
 }
@@ -73,6 +75,7 @@ TEST(Validate, FillsTheProblem) {
   call.inputs.visibility.is_causal = true;
   call.inputs.query.strides = {7, 640, 80, 1};
   call.inputs.visibility.seqlens_k.strides[0] = 0;
+  call.inputs.sink.strides[0] = -2;
   ASSERT_TRUE(call.backward().ok());
   const BackwardProblem& p = call.backward_problem;
   EXPECT_EQ(p.dtype, DType::kBFloat16);
@@ -86,6 +89,10 @@ TEST(Validate, FillsTheProblem) {
   EXPECT_EQ(p.visibility.seqlens_stride, 0);
   EXPECT_TRUE(p.dquery.defined() && p.dkey.defined() && p.dvalue.defined() && p.dbias.defined());
   EXPECT_EQ(p.dlse_row_stride, 1);
+  EXPECT_EQ(p.sink.data, call.inputs.sink.data);
+  EXPECT_EQ(p.sink.stride, -2);
+  EXPECT_EQ(p.dsink.data, call.gradients.dsink.data);
+  EXPECT_EQ(p.dsink.dtype, DType::kFloat32);
 }
 
 TEST(Validate, ValuesMayHaveAnotherHeadDim) {
@@ -138,13 +145,15 @@ TEST(Validate, TakesAPlanAsItIs) {
 
 TEST(Validate, OptionalTensorsMayBeMissing) {
   Call call;
-  call.inputs.visibility.mask = call.inputs.bias = call.inputs.visibility.seqlens_k = call.cotangents.dlse = {};
+  call.inputs.visibility.mask = call.inputs.bias = call.inputs.sink = {};
+  call.inputs.visibility.seqlens_k = call.cotangents.dlse = {};
   call.gradients = {};
   ASSERT_EQ(call.forward().message(), "ok");
   ASSERT_EQ(call.backward().message(), "ok");
   const BackwardProblem& p = call.backward_problem;
   EXPECT_FALSE(p.visibility.mask.defined() || p.bias.defined() || p.visibility.seqlens != nullptr || p.dlse != nullptr);
   EXPECT_FALSE(p.dquery.defined() || p.dkey.defined() || p.dvalue.defined() || p.dbias.defined());
+  EXPECT_FALSE(p.sink.defined() || p.dsink.defined());
 }
 
 TEST(Validate, AcceptsZeroSizes) {
@@ -328,6 +337,16 @@ const Mistake kMistakes[] = {
      [](Call& c) { c.inputs.visibility.indices = {tensor(DType::kInt32, 2, 1, 16, 5), {}, 0}; }},
     {"indices.block_size must be between 1 and 2^31 - 1; got 2147483648",
      [](Call& c) { c.inputs.visibility.indices = {tensor(DType::kInt32, 2, 1, 16, 5), {}, std::int64_t{1} << 31}; }},
+    {"sink must have 1 dimension; got sink (1, 8)", [](Call& c) { c.inputs.sink = tensor(DType::kFloat32, 1, 8); }},
+    {"sink must have query's dtype or float32; got sink float64, query bfloat16",
+     [](Call& c) { c.inputs.sink.dtype = DType::kFloat64; }},
+    {"sink must have the shape (H) = (8); got sink (2)", [](Call& c) { c.inputs.sink = tensor(DType::kFloat32, 2); }},
+    {"sink must have data; got sink (8) at a null pointer", [](Call& c) { c.inputs.sink.data = nullptr; }},
+    {"dsink needs a sink; got dsink (8), no sink", [](Call& c) { c.inputs.sink = {}; }},
+    {"dsink must have the shape (H) = (8); got dsink (2)",
+     [](Call& c) { c.gradients.dsink = tensor(DType::kFloat32, 2); }},
+    {"dsink must be float32; got dsink bfloat16", [](Call& c) { c.gradients.dsink.dtype = DType::kBFloat16; }},
+    {"dsink must be contiguous; got dsink (8) with strides (0)", [](Call& c) { c.gradients.dsink.strides[0] = 0; }},
     {"seqlens_k must have 1 dimension; got seqlens_k (2, 1)",
      [](Call& c) { c.inputs.visibility.seqlens_k = tensor(DType::kInt32, 2, 1); }},
     {"seqlens_k must be int32; got seqlens_k bool",

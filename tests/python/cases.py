@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 NAN, INF = math.nan, math.inf
-_INPUTS = ("query", "key", "value", "bias")
+_INPUTS = ("query", "key", "value", "bias", "sink")
 
 
 def make_case(
@@ -29,6 +29,8 @@ def make_case(
     mask: tuple[int, ...] | None = None,
     bias: tuple[int, ...] | None = None,
     bias_dtype: torch.dtype | None = None,
+    with_sink: bool = False,
+    sink_dtype: torch.dtype | None = None,
     density: float = 0.5,
     with_dlse: bool = False,
     seed: int = 0,
@@ -50,6 +52,7 @@ def make_case(
         mask=None if mask is None else torch.rand(mask, generator=generator, device="cpu") < density,
         bias=None if bias is None else normal(*bias).to(bias_dtype or dtype),
         dlse=normal(batch, heads, rows).to(lse_dtype(dtype)) if with_dlse else None,
+        sink=normal(heads).to(sink_dtype or dtype) if with_sink else None,
         options=options,
     )
     return Case(**to_device(vars(case)))

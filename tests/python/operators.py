@@ -24,9 +24,10 @@ def forward_arguments(
     scale: float | None = None,
     softcap: float = 0.0,
     deterministic: bool = False,
+    sink: Tensor | None = None,
 ) -> tuple[object, ...]:
     """What attention_forward takes."""
-    return query, key, value, bias, *visibility, scale, softcap, deterministic
+    return query, key, value, bias, sink, *visibility, scale, softcap, deterministic
 
 
 def backward_arguments(
@@ -36,8 +37,8 @@ def backward_arguments(
     forward: tuple[object, ...],
     needs: tuple[bool, ...] = (True, True, True, True),
 ) -> tuple[object, ...]:
-    """What attention_backward takes, given the forward's arguments and results."""
-    return dout, dlse, *results, *forward, *needs
+    """What attention_backward takes, given the forward's arguments and results; dsink need not be spoken of."""
+    return dout, dlse, *results, *forward, *needs, *(False,) * (5 - len(needs))
 
 
 def planned_arguments(query: Tensor, key: Tensor, visibility: Visibility = EVERYTHING) -> tuple[object, ...]:
@@ -54,7 +55,7 @@ def forward_of(case: Case, visibility: Visibility | None = None) -> tuple[object
     """What attention_forward takes for a case."""
     settings = {name: value for name, value in case.options.items() if name in ("scale", "softcap", "deterministic")}
     visibility = visibility_of(case) if visibility is None else visibility
-    return forward_arguments(case.query, case.key, case.value, case.bias, visibility, **settings)
+    return forward_arguments(case.query, case.key, case.value, case.bias, visibility, sink=case.sink, **settings)
 
 
 def backward_of(case: Case, *needs: bool) -> tuple[object, ...]:

@@ -24,6 +24,7 @@ class Case:
     dout: Tensor  # (B, Sq, H, Dv)
     mask: Tensor | None = None
     bias: Tensor | None = None
+    sink: Tensor | None = None  # (H)
     dlse: Tensor | None = None  # (B, H, Sq)
     options: dict = field(default_factory=dict)  # scale, is_causal, softcap, seqlens_k
 
@@ -100,7 +101,7 @@ def weighted_sum(weights: Tensor, vectors: Tensor, visible: Tensor) -> Tensor:
 
 
 def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected]:
-    """out, lse and the gradients dquery, dkey, dvalue (and dbias, if there is a bias) of `case`.
+    """out, lse and the gradients dquery, dkey, dvalue (and dbias and dsink, if there is a bias or sink) of `case`.
 
     With `float32_scores` a score is rounded to float32 wherever unfused float32 attention rounds it: the product, its
     scaling, the softcap, and the sum with the bias. For scores so large that this rounding decides between keys,
@@ -143,27 +144,43 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
     query, dout = query.where(~empty, 0.0), dout.where(~empty, 0.0)
     live = visible & ~empty
 
-    out = weighted_sum(prob, value, live).where(~broken, math.nan)
+    # The sink is one more score of the row, but not for lse. `prob` is of the keys alone, `share` with the sink.
+    sink = torch.full((heads,), -math.inf) if case.sink is None else case.sink
+    sink = sink.double()[None, :, None, None].expand_as(highest)
+    spoilt = sink.isnan() | (sink == math.inf)
+    top = torch.maximum(highest, sink).where(~empty & ~spoilt, 0.0)
+    top = top.where(top.isfinite(), 0.0)
+    share = (score - top).exp()
+    sink_share = (sink - top).exp()
+    whole = (share.sum(-1, keepdim=True) + sink_share).where(~empty, 1.0)
+    lost = (broken | spoilt) & ~empty
+    share = (share / whole).where(~lost | ~visible, math.nan)
+    sink_share = (sink_share / whole).where(~lost, math.nan).where(~empty & (sink != -math.inf), 0.0)
+
+    out = weighted_sum(share, value, live).where(~lost, math.nan)
     dlse = torch.zeros_like(lse) if case.dlse is None else case.dlse.double()[..., None].where(~empty, 0.0)
     dprob = dout @ value.mT
     delta = (dout * out).sum(-1, keepdim=True)
-    dscore = (prob * (dprob - delta + dlse)).where(live, 0.0)
+    dscore = (share * (dprob - delta) + prob * dlse).where(live, 0.0)
     dproduct = scale * (dscore * slope).where(live, 0.0)
     values = {
         "out": out.transpose(1, 2),
         "lse": lse.squeeze(-1),
         "dquery": weighted_sum(dproduct, key, live).transpose(1, 2),
         "dkey": sum_group(weighted_sum(dproduct.mT, query, live.mT)),
-        "dvalue": sum_group(weighted_sum(prob.where(live, 0.0).mT, dout, live.mT)),
+        "dvalue": sum_group(weighted_sum(share.where(live, 0.0).mT, dout, live.mT)),
     }
 
     # Magnitudes: the same sums of absolute values. Scores are rounded before they become exponents, so that the
     # relative error of a probability is proportional to the size of its score and of lse.
     score_size = abs(scale) * (_size(query) @ _size(key).mT) * _size(slope) + _size(score)
-    weighted = _size(prob) * visible * (score_size + _size(lse))
+    relative = visible * (score_size + _size(lse))
+    with_sink = score_size + _size(torch.logaddexp(lse, sink))
+    sink_relative = _size(sink) + _size(lse)
 
-    def carry(weight: Tensor, out_size: Tensor) -> dict[str, Tensor]:
-        made_of = weight * (_size(dprob) + _size(dlse)) + _size(prob) * (_size(dout) * out_size).sum(-1, keepdim=True)
+    def carry(of_prob: Tensor, of_share: Tensor, of_sink: Tensor, out_size: Tensor) -> dict[str, Tensor]:
+        weight, made_of_delta = of_share * _size(share), (_size(dout) * out_size).sum(-1, keepdim=True)
+        made_of = weight * _size(dprob) + of_prob * _size(prob) * _size(dlse) + _size(share) * made_of_delta
         through_scale = abs(scale) * made_of * _size(slope) * live
         result = {
             "out": (weight @ _size(value)).transpose(1, 2),
@@ -174,10 +191,15 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
         }
         if case.bias is not None:
             result["dbias"] = reduce_like(made_of * live, case.bias, case)
+        if case.sink is not None:
+            delta_size = (_size(dout) * _size(out)).sum(-1, keepdim=True)
+            made_of_sink = _size(sink_share) * (of_sink * delta_size + made_of_delta)
+            result["dsink"] = made_of_sink.sum((0, 2, 3))
         return result
 
-    magnitudes = carry(_size(prob), _size(out))
-    exponents = carry(weighted, weighted @ _size(value))
+    one = torch.ones_like(lse)
+    magnitudes = carry(one, one, one, _size(out))
+    exponents = carry(relative, visible * with_sink, sink_relative, (_size(share) * visible * with_sink) @ _size(value))
 
     # A non-finite number that is seen may reach whatever is computed with it: its (batch, key head).
     unsound = broken | ~(dout.isfinite().all(-1) & out.isfinite().all(-1))[..., None]
@@ -192,6 +214,9 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
         values["dbias"] = reduce_like(dscore, case.bias, case)
         full = by_head[:, :, None, None].expand(batch, heads, rows, keys).double()
         tainted["dbias"] = reduce_like(full, case.bias, case) > 0
+    if case.sink is not None:
+        values["dsink"] = -(sink_share * delta).where(sink_share != 0, 0.0).sum((0, 2, 3))
+        tainted["dsink"] = by_head.any(0)
     return {
         name: Expected(value, magnitudes[name], exponents[name], tainted[name].expand_as(value))
         for name, value in values.items()
@@ -227,7 +252,13 @@ def framework(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         visible = visible & ~broadcast(case.bias == -math.inf, case)
     sees = visible.any(-1, keepdim=True)
     score = score.masked_fill(~visible & sees, -math.inf)
-    prob = score.softmax(-1).where(sees, 0.0).to(dtype)
+    if case.sink is None:
+        prob = score.softmax(-1)
+    else:
+        leaves["sink"] = leaf(case.sink, torch.promote_types(dtype, case.sink.dtype))
+        sink = leaves["sink"].masked_fill(case.sink == -math.inf, -math.inf)[:, None, None]
+        prob = torch.cat([score, sink.expand(*score.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    prob = prob.where(sees, 0.0).to(dtype)
     out = (prob @ value.repeat_interleave(group, dim=1)).transpose(1, 2)
     lse = score.logsumexp(-1).where(sees.squeeze(-1), -math.inf)
     results = {"out": out, "lse": lse}

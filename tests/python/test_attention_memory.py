@@ -192,7 +192,8 @@ mask, bias = torch.rand(1, 1, 6, 6) < 0.5, torch.randn(1, 2, 1, 6)
 lengths, scores = torch.tensor([5], dtype=torch.int32), torch.randn(1, 1, 6)
 bounds = torch.zeros(1, 1, 6, dtype=torch.int32), torch.full((1, 1, 6), 6, dtype=torch.int32)
 lists = torch.zeros(1, 1, 6, 3, dtype=torch.int32), torch.ones(1, 1, 6, dtype=torch.int32)
-attended = key, bias, mask, lengths, *bounds, *lists, None, True, 0, 2, None, 0.0, False
+sink = torch.randn(2)
+attended = key, bias, sink, mask, lengths, *bounds, *lists, None, True, 0, 2, None, 0.0, False
 out, lse, row_stats = operators.attention_forward(query, key, *attended)
 dout, dlse = torch.randn(1, 6, 2, 8), torch.randn(1, 2, 6)
 visibility = mask, lengths, *bounds, *lists, True, 0, 2
@@ -201,8 +202,8 @@ wrong = torch.zeros(1, 6, 1, 4)
 calls = {
     "attention_forward": ((query, key, *attended), (query, wrong, *attended)),
     "attention_backward": (
-        (dout, dlse, out, lse, row_stats, query, key, *attended, True, True, True, True),
-        (dout, dlse, out, lse[:, :1], row_stats, query, key, *attended, True, True, True, True),
+        (dout, dlse, out, lse, row_stats, query, key, *attended, True, True, True, True, True),
+        (dout, dlse, out, lse[:, :1], row_stats, query, key, *attended, True, True, True, True, True),
     ),
     "attention_plan": ((query, key, *visibility), (query, wrong, *visibility)),
     "select_keys": ((scores, 2, 6, True, None, lengths), (scores, -2, 6, True, None, lengths)),

@@ -50,13 +50,14 @@ SOUND = {
     "value": right((2, 5, 2, 8)),
     "mask": st.one_of(st.none(), right((2, 2, 5), torch.bool), right((1, 4, 3, 1), torch.bool)),
     "bias": st.one_of(st.none(), right((2, 1, 3, 5)), right((3, 5))),
+    "sink": st.one_of(st.none(), right((4,))),
     "seqlens_k": st.one_of(st.none(), right((2,), torch.int32)),
     "scale": st.one_of(st.none(), st.floats(-2, 2)),
     "softcap": st.floats(0, 2),
     "is_causal": st.booleans(),
     "deterministic": st.booleans(),
 }
-GARBAGE = {name: st.one_of(tensors(), tensors(), OBJECTS) for name in list(SOUND)[:6]} | {
+GARBAGE = {name: st.one_of(tensors(), tensors(), OBJECTS) for name in list(SOUND)[:7]} | {
     "scale": NUMBERS,
     "softcap": NUMBERS,
     "is_causal": FLAGS,
@@ -74,7 +75,7 @@ def mostly_sound(draw: st.DrawFn, sound: dict, garbage: dict) -> dict[str, objec
 @given(mostly_sound(SOUND, GARBAGE), st.booleans())
 def test_garbage_raises_documented_errors_only(arguments: dict, requires_grad: bool) -> None:
     if requires_grad:
-        for name in ("query", "key", "value", "bias"):
+        for name in ("query", "key", "value", "bias", "sink"):
             if isinstance(arguments[name], Tensor) and arguments[name].dtype.is_floating_point:
                 arguments[name] = arguments[name].detach().requires_grad_()
     try:
@@ -86,11 +87,11 @@ def test_garbage_raises_documented_errors_only(arguments: dict, requires_grad: b
         return
     event("accepted")
     query = arguments["query"]
-    assert out.shape == query.shape and out.dtype == query.dtype
+    assert out.shape == (*query.shape[:3], arguments["value"].shape[3]) and out.dtype == query.dtype
     assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
 
 
-NEEDS = {f"needs_{name}": st.booleans() for name in ("dquery", "dkey", "dvalue", "dbias")}
+NEEDS = {f"needs_{name}": st.booleans() for name in ("dquery", "dkey", "dvalue", "dbias", "dsink")}
 SOUND_BACKWARD = (
     SOUND
     | NEEDS
@@ -135,5 +136,5 @@ def test_garbage_to_the_backward_operator(arguments: dict) -> None:
         event("refused")
         return
     event("accepted")
-    for name, gradient in zip(("query", "key", "value", "bias"), gradients, strict=True):
+    for name, gradient in zip(("query", "key", "value", "bias", "sink"), gradients, strict=True):
         assert gradient.shape == (arguments[name].shape if arguments[f"needs_d{name}"] else (0,))

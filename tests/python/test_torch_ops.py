@@ -45,12 +45,12 @@ FORMS = [  # shapes of a mask or bias for B 2, H 4, Hkv 2, Sq 5, Sk 7
 
 FIELDS = Visibility._fields
 PLANNED_FIELDS = tuple(name for name in FIELDS if name != "plan")
-FORWARD_NAMES = ("query", "key", "value", "bias", *FIELDS, "scale", "softcap", "deterministic")
+FORWARD_NAMES = ("query", "key", "value", "bias", "sink", *FIELDS, "scale", "softcap", "deterministic")
 ARGUMENTS = {
     "attention_forward": FORWARD_NAMES,
     "attention_backward": (
         *("dout", "dlse", "out", "lse", "row_stats", *FORWARD_NAMES),
-        *("needs_dquery", "needs_dkey", "needs_dvalue", "needs_dbias"),
+        *("needs_dquery", "needs_dkey", "needs_dvalue", "needs_dbias", "needs_dsink"),
     ),
     "attention_plan": ("query", "key", *PLANNED_FIELDS),
     "plan_report": ("query", "key", *PLANNED_FIELDS, "deterministic"),
@@ -78,6 +78,19 @@ OPCHECK_CASES = {
 }
 
 
+CPU_OPCHECK_CASES = {
+    "sink": {"bias": (2, 2, 7), "with_sink": True, "value_dim": 3},
+    "float32_sink": {"dtype": torch.bfloat16, "with_sink": True, "sink_dtype": torch.float32, "is_causal": True},
+}
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("options", CPU_OPCHECK_CASES.values(), ids=CPU_OPCHECK_CASES.keys())
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_forward_on_cpu(options: dict, requires_grad: bool) -> None:
+    test_opcheck_forward(options, requires_grad)
+
+
 @pytest.mark.parametrize("options", OPCHECK_CASES.values(), ids=OPCHECK_CASES.keys())
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck_forward(options: dict, requires_grad: bool) -> None:
@@ -89,10 +102,15 @@ def test_opcheck_forward(options: dict, requires_grad: bool) -> None:
     opcheck(FORWARD, forward_of(case), **tolerance)
 
 
-@pytest.mark.parametrize("needs", [(True, True, True, True), (False, True, False, False), (False, False, False, True)])
+@pytest.mark.parametrize(
+    "needs", [(True,) * 5, (False, True, False, False), (False, False, False, True), (False,) * 4 + (True,)]
+)
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_opcheck_backward(needs: tuple[bool, ...], with_dlse: bool) -> None:
-    case = small_case(mask=(1, 1, 5, 7), bias=(1, 2, 1, 7), with_dlse=with_dlse)
+    on_cpu = torch.get_default_device().type == "cpu"  # the operators take a sink there
+    case = small_case(mask=(1, 1, 5, 7), bias=(1, 2, 1, 7), with_sink=on_cpu, with_dlse=with_dlse)
+    if not on_cpu:
+        needs = needs[:4]
     # Not test_aot_dispatch_dynamic, which differentiates: a second derivative is refused.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(BACKWARD, backward_of(case, *needs), test_utils=utils)
@@ -138,10 +156,12 @@ def test_gradients_not_asked_for_are_not_computed() -> None:
     case = small_case(bias=(5, 7))
     for needs in itertools.product([False, True], repeat=4):
         gradients = BACKWARD(*backward_of(case, *needs))
-        assert [gradient.numel() > 0 for gradient in gradients] == list(needs)
+        assert [gradient.numel() > 0 for gradient in gradients] == [*needs, False]
     case.bias = None
     with pytest.raises(ValueError, match="needs_dbias needs a bias; got no bias"):
         BACKWARD(*backward_of(case, False, False, False, True))
+    with pytest.raises(ValueError, match="needs_dsink needs a sink; got no sink"):
+        BACKWARD(*backward_of(case, False, False, False, False, True))
 
 
 def test_results_share_no_memory() -> None:
@@ -192,7 +212,7 @@ def test_gradients_that_nobody_needs_are_not_asked_for(
     asked = []
 
     def record(*arguments: object) -> tuple[Tensor, ...]:
-        asked.append((arguments[1], *arguments[-4:]))
+        asked.append((arguments[1], *arguments[-5:]))
         return BACKWARD(*arguments)
 
     monkeypatch.setattr(_library, "_backward_op", record)
@@ -200,7 +220,7 @@ def test_gradients_that_nobody_needs_are_not_asked_for(
     for leaf, needed in zip(leaves_of(case), needs, strict=True):
         leaf.requires_grad_(needed)
     call(case)[0].sum().backward()
-    assert asked == [(None, *needs)]  # nor is there a gradient for the unused lse
+    assert asked == [(None, *needs, False)]  # nor is there a gradient for the unused lse
 
 
 def test_gradient_through_lse_alone() -> None:

@@ -14,9 +14,9 @@ def small_case(**options: object) -> Case:
 
 
 def leaves_of(case: Case) -> list[Tensor]:
-    return [t.requires_grad_() for t in (case.query, case.key, case.value, case.bias) if t is not None]
+    return [t.requires_grad_() for t in (case.query, case.key, case.value, case.bias, case.sink) if t is not None]
 
 
 def call(case: Case, **others: object) -> tuple[Tensor, Tensor]:
-    settings = {"mask": case.mask, "bias": case.bias, "return_lse": True} | case.options | others
+    settings = {"mask": case.mask, "bias": case.bias, "sink": case.sink, "return_lse": True} | case.options | others
     return attention(case.query, case.key, case.value, **settings)

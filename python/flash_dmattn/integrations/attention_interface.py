@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
 from transformers.utils.import_utils import is_tracing
 
+from .._sinks import with_sink
 from ..functional import attention
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals
@@ -86,10 +87,8 @@ def dmattn_attention_forward(
     refuse_unknown(kwargs)
     rows = query.shape[2]
     documents = packed_documents(cu_seq_lens_q, cu_seq_lens_k, query, key)
-    if s_aux is not None:
-        if sinks is not None:
-            raise ValueError("s_aux and sinks are two forms of one argument; got both")
-        sinks = s_aux[:, None, None]
+    if s_aux is not None and sinks is not None:
+        raise ValueError("s_aux and sinks are two forms of one argument; got both")
     if attention_mask is None:
         is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         is_causal = is_causal and rows > 1
@@ -108,12 +107,12 @@ def dmattn_attention_forward(
     value_dim = value.shape[3]
     query, key, value, scaling = equal_head_dims(query, key, value, scaling)
     query, key, value, position_bias = cast_inputs(model_dtype(module, query), query, key, value, position_bias)
-    if position_bias is not None and position_bias.dtype not in (query.dtype, torch.float32):
-        position_bias = position_bias.to(query.dtype)
+    position_bias, s_aux = (_in_a_dtype_of(query, tensor) for tensor in (position_bias, s_aux))
     out = attention(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)),
         mask=mask,
         bias=position_bias,
+        sink=s_aux,
         scale=scaling,
         is_causal=is_causal,
         softcap=0.0 if softcap is None else softcap,
@@ -122,9 +121,13 @@ def dmattn_attention_forward(
     )
     if sinks is not None:
         out, lse = out
-        share = torch.sigmoid(lse - sinks[..., 0].to(lse.dtype))  # of the sum that is not the sink's, (B, H, Sq)
-        out = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+        out = with_sink(out, lse, sinks[..., 0])
     return out[..., :value_dim], None
+
+
+def _in_a_dtype_of(query: Tensor, added: Tensor | None) -> Tensor | None:
+    """What is added to scores, in query's dtype unless it is float32."""
+    return added if added is None or added.dtype in (query.dtype, torch.float32) else added.to(query.dtype)
 
 
 def _window(sliding_window: int | None, rows: int, key: Tensor) -> KeyIntervals | None:
