@@ -52,6 +52,8 @@ def cases(draw: st.DrawFn) -> Case:
         bias=draw(forms(*sizes)),
         bias_dtype=draw(st.sampled_from([None, torch.float32])),
         density=draw(st.sampled_from([0.0, 0.02, 0.3, 0.7, 1.0])),
+        with_sink=draw(st.booleans()),
+        sink_dtype=draw(st.sampled_from([None, torch.float32])),
         with_dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 16)),
         **options,
@@ -59,6 +61,9 @@ def cases(draw: st.DrawFn) -> Case:
     for name in ("mask", "bias"):
         if getattr(case, name) is not None and draw(st.booleans()):  # strides of 0 in place of sizes of 1
             case = replace(case, **{name: broadcast(getattr(case, name), case)})
+    if case.sink is not None and draw(st.booleans()):
+        place = draw(st.integers(0, case.sink.numel() - 1))
+        case.sink[place] = draw(st.sampled_from([NAN, INF, -INF, 100.0, -100.0, 3e4]))
     if draw(st.booleans()):
         case = poison_unseen(case, draw(st.sampled_from([NAN, INF, -INF])))
     return case
@@ -67,10 +72,11 @@ def cases(draw: st.DrawFn) -> Case:
 def draw_layouts(data: st.DataObject, case: Case) -> Case:
     """The case with every input behind drawn strides."""
     moved = {}
-    for name in ("query", "key", "value", "mask", "bias", "dout"):
+    for name in ("query", "key", "value", "mask", "bias", "sink", "dout"):
         tensor = getattr(case, name)
         if tensor is not None and tensor.numel() > 0:
-            moved[name] = relayout(tensor, data.draw(st.sampled_from(LAYOUTS), label=name))
+            layouts = LAYOUTS if tensor.dim() > 1 else [layout for layout in LAYOUTS if layout != "transposed"]
+            moved[name] = relayout(tensor, data.draw(st.sampled_from(layouts), label=name))
     return replace(case, **moved)
 
 
@@ -81,7 +87,7 @@ def test_agrees_with_the_oracle(case: Case, data: st.DataObject) -> None:
     assert_case_close(case, run_library(case), few_elements=True)
 
 
-@given(cases(), st.sets(st.sampled_from(["query", "key", "value", "bias"])))
+@given(cases(), st.sets(st.sampled_from(["query", "key", "value", "bias", "sink"])))
 @settings(max_examples=50)
 def test_gradients_do_not_depend_on_which_are_asked_for(case: Case, needs: set[str]) -> None:
     needs = {name for name in needs if getattr(case, name) is not None}

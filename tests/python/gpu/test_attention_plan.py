@@ -73,7 +73,7 @@ def both_directions(case: Case, visibility: Visibility, plan: Tensor | None) -> 
     visibility = visibility._replace(plan=plan)
     forward = forward_arguments(case.query, case.key, case.value, case.bias, visibility, deterministic=True)
     results = FORWARD(*forward)
-    gradients = BACKWARD(*backward_arguments(case.dout, None, results, forward))
+    *gradients, _ = BACKWARD(*backward_arguments(case.dout, None, results, forward))
     names = ("out", "lse", "row_stats", "dquery", "dkey", "dvalue", "dbias")
     return dict(zip(names, (*results, *gradients), strict=True))
 
