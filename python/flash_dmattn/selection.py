@@ -18,6 +18,7 @@ from ._arguments import (
     check_tensor,
     warn_of_two_readings,
 )
+from ._documents import interval_bounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,44 +218,37 @@ class KeyIntervals:
         cu_seqlens: Tensor | Sequence[int],
         seqlen: int | None = None,
         *,
+        cu_seqlens_k: Tensor | Sequence[int] | None = None,
+        seqlen_k: int | None = None,
+        is_causal: bool = False,
         device: torch.device | str | None = None,
     ) -> KeyIntervals:
-        """Documents packed behind one another, each of which sees itself only. With is_causal: its own past.
+        """Documents packed behind one another, each of which sees itself only: row i of document d its own keys.
+
+        Computed on the device, by operations that CUDA graphs capture and torch.compile traces. Bounds on the host (a
+        CPU tensor or a list) are checked there, but not in compiled code; contents that are not checked are clamped to
+        the tokens, and each bound to be no less than those before it. Tokens before the first bound and from the last
+        one on belong to no document: keys are hidden, rows see nothing. Documents may be empty.
 
         Args:
-            cu_seqlens: integers (documents + 1), where each begins and the last ends; from 0 on, never falling. They
-                are read on the host.
-            seqlen: Sq = Sk, default cu_seqlens[-1]. Keys behind the last document are hidden from all.
-            device: default: that of cu_seqlens, if it is a tensor, else torch's.
+            cu_seqlens: integers (documents + 1), where the rows of each document begin and the last ends; from 0 on,
+                never falling.
+            seqlen: Sq, default cu_seqlens[-1], which is read only for bounds on the host.
+            cu_seqlens_k: the same of keys, where a document has other numbers of rows and keys; default cu_seqlens.
+            seqlen_k: Sk, default: cu_seqlens_k[-1], or seqlen without cu_seqlens_k.
+            is_causal: the intervals obey the causal rule, aligned to the end of each document: its last row sees all of
+                its keys. Call attention without is_causal then, which aligns to the last of all keys.
+            device: default: that of cu_seqlens, if it is a tensor, else that of cu_seqlens_k, else torch's.
 
         Returns:
             (1, 1, Sk).
+
+        Raises:
+            TypeError: a length or is_causal is of another type. ValueError: bounds of another form or number; wrong
+                contents on the host; a tensor on another device than the CPU without the length.
         """
-        if isinstance(cu_seqlens, Tensor):
-            check_layout("cu_seqlens", cu_seqlens)
-        if device is None:
-            device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.get_default_device()
-        try:
-            bounds = torch.as_tensor(cu_seqlens)
-        except (OverflowError, RuntimeError, ValueError) as error:
-            raise ValueError(f"cu_seqlens must make a tensor of integers; got cu_seqlens {cu_seqlens!r}") from error
-        if bounds.dim() != 1 or len(bounds) == 0 or bounds.is_floating_point() or bounds.dtype == torch.bool:
-            raise ValueError(
-                "cu_seqlens must be integers of 1 dimension, at least one; got cu_seqlens "
-                f"{str(bounds.dtype).removeprefix('torch.')} {tuple(bounds.shape)}"
-            )
-        bounds = bounds.to("cpu", torch.int64)
-        if bounds[-1] >= 2**31:
-            raise ValueError(f"cu_seqlens must end below 2^31; got {int(bounds[-1])} at the end")
-        if bounds[0] != 0 or (bounds.diff() < 0).any():
-            raise ValueError(f"cu_seqlens must begin with 0 and never fall; got {bounds.tolist()}")
-        length = int(bounds[-1]) if seqlen is None else _length("seqlen", seqlen)
-        if bounds[-1] > length:
-            raise ValueError(f"cu_seqlens must end within the {length} keys; got {int(bounds[-1])} at the end")
-        lengths = torch.cat([bounds.diff(), bounds.new_tensor([length - int(bounds[-1])])])
-        begin = torch.cat([bounds[:-1], bounds.new_zeros(1)]).repeat_interleave(lengths)
-        end = torch.cat([bounds[1:], bounds.new_zeros(1)]).repeat_interleave(lengths)
-        return cls(begin.int()[None, None].to(device), end.int()[None, None].to(device))
+        check_bool("is_causal", is_causal)
+        return cls(*interval_bounds(cu_seqlens, seqlen, cu_seqlens_k, seqlen_k, is_causal, device))
 
 
 def select_keys(
