@@ -219,11 +219,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 }
 
 std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, std::int64_t seqlen_q, bool causal,
-                                       std::optional<Tensor> key_mask, std::optional<Tensor> seqlens_k) {
-  const CallDevice device({"scores", scores}, {{"key_mask", key_mask}, {"seqlens_k", seqlens_k}});
+                                       std::optional<Tensor> key_mask, std::optional<Tensor> seqlens_k,
+                                       std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k) {
+  const CallDevice device({"scores", scores}, {{"key_mask", key_mask},
+                                               {"seqlens_k", seqlens_k},
+                                               {"cu_seqlens_q", cu_seqlens_q},
+                                               {"cu_seqlens_k", cu_seqlens_k}});
   const SelectionInputs inputs = {.scores = view_of("scores", scores, kFloatRule),
                                   .key_mask = view_of("key_mask", key_mask, "must be bool"),
-                                  .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32")};
+                                  .seqlens_k = view_of("seqlens_k", seqlens_k, "must be int32"),
+                                  .cu_seqlens_q = view_of("cu_seqlens_q", cu_seqlens_q, "must be int32"),
+                                  .cu_seqlens_k = view_of("cu_seqlens_k", cu_seqlens_k, "must be int32")};
   const SelectionOptions options = {.window_size = window_size, .seqlen_q = seqlen_q, .causal = causal};
   TorchExecutor executor;
   const SelectionContext context = {.executor = &executor, .device = device.native()};
@@ -423,7 +429,7 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   define("attention_plan(" + planned + ") -> Tensor");
   define(
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
-      "Tensor? seqlens_k) -> (Tensor begin, Tensor end)");
+      "Tensor? seqlens_k, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None) -> (Tensor begin, Tensor end)");
   define("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
   define("plan_report(" + planned + ", bool deterministic) -> (int[] names, int[] counts, int[] backend, int[] rule)");
   define("plan_chunks(" + planned +

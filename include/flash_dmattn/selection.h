@@ -24,10 +24,26 @@ struct KeyIntervals {
   bool defined() const { return begin.defined() || end.defined(); }
 };
 
+// Packed documents: document d has the rows cu_seqlens_q[d] to cu_seqlens_q[d + 1] - 1, which see the keys
+// cu_seqlens_k[d] to cu_seqlens_k[d + 1] - 1 and no others; the causal rule is aligned to the last row and key of each.
+// So key j of document d is visible to the rows
+//
+//     cu_seqlens_q[d] + max(0, j - cu_seqlens_k[d] - (keys - rows of d))   (causal; else cu_seqlens_q[d])
+//
+// to cu_seqlens_q[d + 1] - 1: packed documents are a mask of KeyIntervals, which carry the causal rule. A call of
+// attention that is given such intervals must leave Visibility::is_causal false, which aligns to the last of all keys.
+//
+// Bounds are int32 (documents + 1). Contents are clamped: to 0 and the number of rows or keys, and each bound to be no
+// less than those before it. Rows and keys before the first bound and from the last one on belong to no document: rows
+// see nothing, keys are hidden. Documents may be empty.
 struct SelectionInputs {
   TensorView scores;       // (B, heads, Sk): float16, bfloat16, float32 or float64; any strides
   TensorView key_mask{};   // optional bool (B or 1, heads or 1, Sk): false hides the key from every row
   TensorView seqlens_k{};  // optional int32 (B): only the first seqlens_k[b] keys exist
+  // Optional int32 (documents + 1), or (B, documents + 1) for bounds of each batch element's own: selection restarts in
+  // every document, whose keys alone compete, and ends with it. cu_seqlens_k needs cu_seqlens_q, has its shape, and is
+  // the same if not given. Neither goes with seqlens_k. CPU only: a Status says so on CUDA.
+  TensorView cu_seqlens_q{}, cu_seqlens_k{};
 };
 
 struct SelectionOptions {
@@ -56,5 +72,11 @@ Status select_keys(const SelectionInputs&, const SelectionOptions&, const KeyInt
 // The same with scratch memory allocated for the duration of the call. CPU only.
 Status select_keys(const SelectionInputs&, const SelectionOptions&, const KeyIntervals& intervals,
                    const SelectionContext& = {});
+
+// Fills `intervals`, contiguous (1, 1, Sk), with what packed documents show, for attention of batch size 1 over
+// seqlen_q rows. cu_seqlens_q and cu_seqlens_k: as in SelectionInputs; cu_seqlens_k may be undefined, and is
+// cu_seqlens_q then. Keys that no row sees get the interval (0, 0). CPU only.
+Status document_intervals(const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k, std::int64_t seqlen_q,
+                          bool is_causal, const KeyIntervals& intervals);
 
 }  // namespace flash_dmattn

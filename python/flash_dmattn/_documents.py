@@ -1,9 +1,9 @@
 """Documents packed behind one another: which rows and keys belong to which, found by operations on the device.
 
 Where documents begin and end is told by bounds, integers that never fall: document d has the tokens bounds[d] to
-bounds[d + 1] - 1. Contents of tensors are not known to be right, so that bounds are clamped before they are used: to the
-number of tokens, and each to be no less than those before it. Tokens before the first bound and from the last one on
-belong to no document.
+bounds[d + 1] - 1. Contents of tensors are not known to be right, so that bounds are clamped before they are used: to
+the number of tokens, and each to be no less than those before it. Tokens before the first bound and from the last one
+on belong to no document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import as_int, check_layout, check_optional_tensor, check_tensor
+from ._arguments import as_int, check_layout, check_optional_tensor
 
 
 class DocumentKeys(NamedTuple):
@@ -74,6 +74,12 @@ def check_cu_seqlens(cu_seqlens_q: object, cu_seqlens_k: object) -> None:
         raise ValueError("cu_seqlens_k needs cu_seqlens_q, where the documents' rows begin; got cu_seqlens_q None")
 
 
+def packed_window_size(window_size: int, causal: bool, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
+    """KeyIntervals.window_size of a selection. A document's first row may see many keys that the row before it does
+    not, unless it has as many keys as rows and is causal."""
+    return window_size if cu_seqlens_q is None or (causal and cu_seqlens_k is None) else 0
+
+
 def interval_bounds(
     cu_seqlens: Tensor | Sequence[int],
     seqlen: int | None,
@@ -128,8 +134,8 @@ def _read_bounds(
     if bounds.device.type != "cpu":
         if length is None:
             raise ValueError(
-                f"{length_name} must be given for {name} on a device, whose last bound the host would have to wait for; "
-                f"got {name} on {bounds.device}, {length_name} None"
+                f"{length_name} must be given for {name} on a device, for whose last bound the host would have to "
+                f"wait; got {name} on {bounds.device}, {length_name} None"
             )
         return _Bounds(bounds, length)
     if length is not None and torch.compiler.is_compiling():

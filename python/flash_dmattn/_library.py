@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _vmap
+from . import _ranking, _vmap
 from ._device_plan import plan_size
 from ._sinks import with_sink
 from ._visibility import Visibility, argument_names, flatten, leading_tensors, unflatten, visibility_fields
@@ -179,16 +179,25 @@ def select_keys(
     causal: bool,
     key_mask: Tensor | None,
     seqlens_k: Tensor | None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Calls the operator with the scores detached.
+    """Calls the operator with the scores detached. Within documents on a GPU, for which there is no kernel, it is
+    called for their ranks (_ranking.py).
 
     Returns:
         begin and end, int32 with the shape of scores.
     Raises:
         ValueError: a device, shape, dtype or number that semantics.md does not allow.
     """
-    check_devices(("scores", "key_mask", "seqlens_k"), (scores, key_mask, seqlens_k))
-    return _select_op(scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k)
+    check_devices(
+        ("scores", "key_mask", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"),
+        (scores, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k),
+    )
+    arguments = (scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_q is not None and scores.is_cuda:
+        return _ranking.select_in_documents(_select_op, *arguments)
+    return _select_op(*arguments)
 
 
 def mask_intervals(mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool]:
@@ -303,7 +312,7 @@ def _plan_shape(query, key, *others):
 
 
 @torch.library.register_fake(_SELECT, lib=_registrations)
-def _interval_shapes(scores, window_size, seqlen_q, causal, key_mask, seqlens_k):
+def _interval_shapes(scores, *others):
     _check_given(scores=scores)
     if scores.dim() != 3:
         raise ValueError(f"scores must have 3 dimensions; got scores {tuple(scores.shape)}")

@@ -47,6 +47,16 @@ def _fold_broadcast(name: str, tensor: Tensor | None, dim: int | None, size: int
     return _fold(name, tensor, 0, size)
 
 
+def _fold_bounds(name: str, tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """Bounds of documents, (documents + 1) or (B, documents + 1), for a folded batch of size * batch."""
+    if dim is None and tensor.dim() == 1:
+        return tensor  # the same documents in all batch elements
+    tensor = _leading(tensor, dim, size)
+    if tensor.dim() == 2:
+        tensor = tensor[:, None].expand(-1, batch, -1)
+    return _fold(name, tensor, 0, size)
+
+
 def _batch_of(query: Tensor, dim: int | None) -> int:
     sizes = list(query.shape)
     if dim is not None:
@@ -56,6 +66,8 @@ def _batch_of(query: Tensor, dim: int | None) -> int:
 
 # Arguments with the forms of a mask or a bias: of what is seen, all but the lengths, one a batch element.
 _BROADCAST = {"bias", "key_mask", *Visibility._fields} - {"seqlens_k"}
+
+_BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def _fold_arguments(given: dict, dims: dict, size: int) -> dict:
@@ -71,6 +83,8 @@ def _fold_arguments(given: dict, dims: dict, size: int) -> dict:
         if not isinstance(argument, Tensor):
             return argument
         shown = shown_name(name)
+        if name in _BOUNDS:
+            return _fold_bounds(shown, argument, dims[name], size, batch)
         if name in _BROADCAST:
             return _fold_broadcast(shown, argument, dims[name], size, batch)
         return _fold(shown, argument, dims[name], size)

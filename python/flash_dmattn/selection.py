@@ -18,7 +18,7 @@ from ._arguments import (
     check_tensor,
     warn_of_two_readings,
 )
-from ._documents import interval_bounds
+from ._documents import check_cu_seqlens, interval_bounds, packed_window_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,6 +259,8 @@ def select_keys(
     causal: bool = True,
     key_mask: Tensor | None = None,
     seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> KeyIntervals:
     """The `window_size` keys of highest score, in O(Sk log window_size) time and O(Sk) memory.
 
@@ -273,9 +275,14 @@ def select_keys(
             exist), and the intervals obey that rule. False: the highest of all keys, the same for every row.
         key_mask: bool (B or 1, heads or 1, Sk); False hides the key from every row and from the selection.
         seqlens_k: int32 (B), only the first seqlens_k[b] keys of batch element b exist.
+        cu_seqlens_q: packed documents, int32 (documents + 1), where the rows of each begin and the last end; or
+            (B, documents + 1) for each batch element its own. The selection restarts in every document: its keys alone
+            compete, and only its rows see them. The causal rule is aligned to its last key. Contents are clamped as in
+            `KeyIntervals.documents`. Not beside seqlens_k.
+        cu_seqlens_k: the same of keys, of the same shape; default cu_seqlens_q.
 
     Returns:
-        Intervals (B, heads, Sk) for `attention`, which must be given the same seqlens_k.
+        Intervals (B, heads, Sk) for `attention`, which must be given the same seqlens_k; with documents, no is_causal.
 
     Raises:
         TypeError: an argument is not a tensor, int or bool where it must be.
@@ -284,14 +291,16 @@ def select_keys(
     check_tensor("scores", scores)
     check_optional_tensor("key_mask", key_mask)
     check_optional_tensor("seqlens_k", seqlens_k)
+    check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
     check_bool("causal", causal)
     window_size = as_int("window_size", window_size)
     if seqlen_q is not None:
         seqlen_q = as_int("seqlen_q", seqlen_q)
     else:
         seqlen_q = scores.shape[-1] if scores.dim() > 0 else 0  # a rank that is wrong is refused by the library
-    bounds = _library.select_keys(scores, window_size, seqlen_q, causal, key_mask, seqlens_k)
-    return KeyIntervals(*bounds, window_size)
+    documents = (cu_seqlens_q, cu_seqlens_k)
+    bounds = _library.select_keys(scores, window_size, seqlen_q, causal, key_mask, seqlens_k, *documents)
+    return KeyIntervals(*bounds, packed_window_size(window_size, causal, *documents))
 
 
 def _length(name: str, value: int) -> int:

@@ -57,6 +57,11 @@ std::string show(const char* name, const TensorView& view) {
   return std::string(name) + " " + list(view.shape.data(), view.rank);
 }
 
+std::string show_per_key(const char* name, const TensorView& view, std::int64_t batch, std::int64_t keys) {
+  if (view.rank != 2 || view.shape[0] != batch || view.shape[1] != keys) return show(name, view);
+  return show(name, view) + ": if that is (B, Sk), make it (B, 1, Sk), in Python " + name + "[:, None, :]";
+}
+
 std::string show_dtype(const char* name, DType dtype) { return std::string(name) + " " + name_of(dtype); }
 
 bool is_floating(DType dtype) {
@@ -66,7 +71,10 @@ bool is_floating(DType dtype) {
 Status check_rank(const char* name, const TensorView& view, int min_rank, int max_rank) {
   if (view.rank == 0) return Status::invalid(name, "must be given", show(name, view));
   if (view.rank < min_rank || view.rank > max_rank) {
-    const std::string count = min_rank == max_rank ? std::to_string(max_rank) : "2, 3 or 4";
+    std::string count = std::to_string(max_rank);
+    for (int rank = max_rank - 1; rank >= min_rank; --rank) {
+      count = std::to_string(rank) + (rank == max_rank - 1 ? " or " : ", ") + count;
+    }
     return Status::invalid(name, "must have " + count + (count == "1" ? " dimension" : " dimensions"),
                            show(name, view));
   }

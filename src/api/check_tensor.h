@@ -39,6 +39,8 @@ struct Expected {
 // "key (2, 8, 4, 32)". The rank may be any number here: checking it is what led to the message.
 std::string show(const char* name, const TensorView& view);
 std::string show_dtype(const char* name, DType dtype);
+// As `show`, and what to do if the tensor lacks nothing but the dimension of heads.
+std::string show_per_key(const char* name, const TensorView& view, std::int64_t batch, std::int64_t keys);
 
 bool is_floating(DType dtype);
 

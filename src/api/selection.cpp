@@ -4,6 +4,7 @@
 #include "api/public_call.h"
 #include "api/validate.h"
 #include "api/workspace.h"
+#include "selection/document_intervals.h"
 
 namespace flash_dmattn {
 Status select_keys_workspace(const SelectionInputs& inputs, const SelectionOptions& options,
@@ -43,6 +44,16 @@ Status select_keys(const SelectionInputs& inputs, const SelectionOptions& option
   const internal::OwnWorkspace workspace(bytes);
   if (Status status = workspace.status(); !status.ok()) return status;
   return select_keys(inputs, options, intervals, workspace.get(), bytes, context);
+} catch (const std::exception& error) {
+  return internal::status_of_exception(error);
+}
+
+Status document_intervals(const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k, std::int64_t seqlen_q,
+                          bool is_causal, const KeyIntervals& intervals) try {
+  internal::DocumentIntervalsProblem problem;
+  Status status = internal::make_document_problem(cu_seqlens_q, cu_seqlens_k, seqlen_q, is_causal, intervals, &problem);
+  if (status.ok()) internal::write_document_intervals(problem);
+  return status;
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);
 }

@@ -116,12 +116,6 @@ Status check_options(const AttentionOptions& options, DType dtype) {
 
 TokenView token_view(const TensorView& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
 
-// The tensor as error messages show it, and what to do if it lacks nothing but the dimension of heads.
-std::string show_per_key(const char* name, const TensorView& view, std::int64_t batch, std::int64_t keys) {
-  if (view.rank != 2 || view.shape[0] != batch || view.shape[1] != keys) return show(name, view);
-  return show(name, view) + ": if that is (B, Sk), make it (B, 1, Sk), in Python " + name + "[:, None, :]";
-}
-
 // How many query heads read one of `heads` heads; 1 without query heads.
 std::int64_t head_divisor(std::int64_t heads, const AttentionProblem& problem) {
   const std::int64_t divisor = heads == 1 ? problem.heads : heads == problem.heads ? 1 : problem.group();
@@ -437,96 +431,6 @@ Status make_backward_problem(const AttentionInputs& inputs, const AttentionCotan
     problem->dlse_row_stride = dlse.strides[2];
   }
   return read_gradients(gradients, inputs, problem);
-}
-
-Status make_selection_problem(const SelectionInputs& inputs, const SelectionOptions& options,
-                              const KeyIntervals* intervals, SelectionProblem* problem) {
-  *problem = {};
-  const TensorView &scores = inputs.scores, &mask = inputs.key_mask;
-  if (Status status = check_rank("scores", scores, 3, 3); !status.ok()) return status;
-  if (!is_floating(scores.dtype)) {
-    return Status::invalid("scores", "must be float16, bfloat16, float32 or float64",
-                           show_dtype("scores", scores.dtype));
-  }
-  if (Status status = check_memory("scores", scores, Layout::kAny); !status.ok()) return status;
-  const std::int64_t batch = scores.shape[0], heads = scores.shape[1], keys = scores.shape[2];
-  if (options.window_size < 0) {
-    return Status::invalid("window_size", "must not be negative", "window_size " + std::to_string(options.window_size));
-  }
-  if (options.seqlen_q < 0 || options.seqlen_q > std::numeric_limits<std::int32_t>::max()) {
-    return Status::invalid("seqlen_q", "must be between 0 and 2^31 - 1",
-                           "seqlen_q " + std::to_string(options.seqlen_q));
-  }
-  if (Status status = check_length("scores", scores, keys); !status.ok()) return status;
-  if (Status status = check_counts("scores", scores, batch, heads, keys); !status.ok()) return status;
-  if (mask.rank != 0) {
-    if (mask.rank == 2) {
-      return Status::invalid("key_mask", "must have 3 dimensions", show_per_key("key_mask", mask, batch, keys));
-    }
-    if (Status status = check_rank("key_mask", mask, 3, 3); !status.ok()) return status;
-    if (mask.dtype != DType::kBool) {
-      return Status::invalid("key_mask", "must be bool", show_dtype("key_mask", mask.dtype));
-    }
-    if (Status status = check_memory("key_mask", mask, Layout::kAny); !status.ok()) return status;
-    if ((mask.shape[0] != 1 && mask.shape[0] != batch) || (mask.shape[1] != 1 && mask.shape[1] != heads) ||
-        mask.shape[2] != keys) {
-      return Status::invalid("key_mask", "must be (B or 1, heads or 1, Sk) for scores (B, heads, Sk)",
-                             show("key_mask", mask) + ", " + show("scores", scores));
-    }
-    for (int dim = 0; dim < 3; ++dim) problem->mask_strides[dim] = mask.shape[dim] == 1 ? 0 : mask.strides[dim];
-    problem->key_mask = static_cast<const std::uint8_t*>(mask.data);
-  }
-  if (inputs.seqlens_k.rank != 0) {
-    Status status = check_all({{"seqlens_k", &inputs.seqlens_k, DType::kInt32, "(B)", 1, {batch}, Layout::kAny}});
-    if (!status.ok()) return status;
-    problem->seqlens = static_cast<const std::int32_t*>(inputs.seqlens_k.data);
-    problem->seqlens_stride = inputs.seqlens_k.strides[0];
-  }
-  if (intervals != nullptr) {
-    const Dims shape = {batch, heads, keys};
-    Status status = check_all(
-        {{"intervals.begin", &intervals->begin, DType::kInt32, "of the scores", 3, shape, Layout::kContiguous},
-         {"intervals.end", &intervals->end, DType::kInt32, "of the scores", 3, shape, Layout::kContiguous}});
-    if (!status.ok()) return status;
-    problem->begin = static_cast<std::int32_t*>(intervals->begin.data);
-    problem->end = static_cast<std::int32_t*>(intervals->end.data);
-  }
-  problem->batch = batch;
-  problem->heads = heads;
-  problem->keys = keys;
-  problem->rows = options.seqlen_q;
-  problem->window = options.window_size;
-  problem->causal = options.causal;
-  problem->scores = scores.data;
-  problem->dtype = scores.dtype;
-  for (int dim = 0; dim < 3; ++dim) problem->score_strides[dim] = scores.strides[dim];
-  return {};
-}
-
-Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals* intervals,
-                                   MaskIntervalsProblem* problem) {
-  *problem = {};
-  Status status = check_expected({"mask", &mask, DType::kBool, "(B, heads, Sq, Sk)", 4, mask.shape, Layout::kAny});
-  if (status.ok()) status = check_length("mask", mask, std::max(mask.shape[2], mask.shape[3]));
-  if (status.ok()) status = check_counts("mask", mask, mask.shape[0], mask.shape[1], mask.shape[3]);
-  if (status.ok() && intervals != nullptr) {
-    const Dims shape = {mask.shape[0], mask.shape[1], mask.shape[3]};
-    status =
-        check_all({{"intervals.begin", &intervals->begin, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous},
-                   {"intervals.end", &intervals->end, DType::kInt32, "of the mask", 3, shape, Layout::kContiguous}});
-  }
-  if (!status.ok()) return status;
-  problem->batch = mask.shape[0];
-  problem->heads = mask.shape[1];
-  problem->rows = mask.shape[2];
-  problem->keys = mask.shape[3];
-  problem->mask = static_cast<const std::uint8_t*>(mask.data);
-  std::copy_n(mask.strides.begin(), 4, problem->strides);
-  if (intervals != nullptr) {
-    problem->begin = static_cast<std::int32_t*>(intervals->begin.data);
-    problem->end = static_cast<std::int32_t*>(intervals->end.data);
-  }
-  return {};
 }
 
 }  // namespace flash_dmattn::internal

@@ -20,6 +20,9 @@ Status make_planned_problem(AttentionInputs, const AttentionOptions&, AttentionP
 // A selection; without the intervals for workspace queries, which know none yet.
 Status make_selection_problem(const SelectionInputs&, const SelectionOptions&, const KeyIntervals*, SelectionProblem*);
 
+Status make_document_problem(const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k, std::int64_t seqlen_q,
+                             bool causal, const KeyIntervals& intervals, DocumentIntervalsProblem*);
+
 // All of it but is_causal; without the intervals for workspace queries.
 Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals*, MaskIntervalsProblem*);
 

@@ -114,6 +114,12 @@ struct BackwardProblem : AttentionProblem {
   HeadView dsink;                  // contiguous, the sink's dtype; data null: not asked for
 };
 
+// Where packed documents begin and the last ends: `documents` + 1 numbers for every batch element, any contents.
+struct DocumentBounds {
+  const std::int32_t* data = nullptr;
+  std::int64_t batch_stride = 0, stride = 0;  // in elements
+};
+
 // Dynamic selection: which rows see a key, from one score for each.
 struct SelectionProblem {
   std::int64_t batch = 0, heads = 0, keys = 0, rows = 0, window = 0;
@@ -126,6 +132,19 @@ struct SelectionProblem {
   const std::int32_t* seqlens = nullptr;
   std::int64_t seqlens_stride = 0;
   std::int32_t *begin = nullptr, *end = nullptr;  // contiguous (batch, heads, keys)
+  // Documents, each of which selects for itself. Without bounds all rows and keys are one.
+  std::int64_t documents = 0;
+  DocumentBounds row_bounds{}, key_bounds{};
+
+  bool is_packed() const { return row_bounds.data != nullptr; }
+};
+
+// Packed documents as intervals of rows per key.
+struct DocumentIntervalsProblem {
+  std::int64_t rows = 0, keys = 0, documents = 0;
+  bool causal = false;
+  DocumentBounds row_bounds{}, key_bounds{};
+  std::int32_t *begin = nullptr, *end = nullptr;  // contiguous (keys)
 };
 
 // The intervals that say the same as a dense mask, if there are any.

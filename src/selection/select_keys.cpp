@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/arena.h"
+#include "selection/documents.h"
 #include "selection/rank.h"
 
 namespace flash_dmattn::internal {
@@ -39,33 +40,38 @@ void replace_lowest(Live* heap, std::int64_t count, Live replacement) {
   heap[hole] = replacement;
 }
 
-// One (batch, head). Keys come by index; each is seen from its first row on until w higher ones have come.
+// The scores of one (batch, head), and what is made of them.
 template <typename Format>
-void select_head(const SelectionProblem& problem, std::int64_t batch, std::int64_t head, void* workspace) {
+struct Head {
   using Bits = typename Format::Bits;
-  const auto* scores =
-      static_cast<const Bits*>(problem.scores) + batch * problem.score_strides[0] + head * problem.score_strides[1];
-  const std::uint8_t* mask = problem.key_mask;
-  if (mask != nullptr) mask += batch * problem.mask_strides[0] + head * problem.mask_strides[1];
-  std::int32_t* begin = problem.begin + (batch * problem.heads + head) * problem.keys;
-  std::int32_t* end = problem.end + (batch * problem.heads + head) * problem.keys;
-  std::int64_t existing = problem.keys;
-  if (problem.seqlens != nullptr) {
-    existing = std::clamp<std::int64_t>(problem.seqlens[batch * problem.seqlens_stride], 0, problem.keys);
-  }
-  const auto last_row = static_cast<std::int32_t>(problem.rows);
-  // The causal rule is aligned to the last key: row i sees keys up to i + history.
-  const std::int64_t history = existing - problem.rows;
 
-  auto* heap = static_cast<LiveKey<Bits>*>(workspace);
+  Head(const SelectionProblem& problem, std::int64_t batch, std::int64_t head)
+      : scores(static_cast<const Bits*>(problem.scores) + batch * problem.score_strides[0] +
+               head * problem.score_strides[1]),
+        mask(problem.key_mask),
+        begin(problem.begin + (batch * problem.heads + head) * problem.keys),
+        end(problem.end + (batch * problem.heads + head) * problem.keys) {
+    if (mask != nullptr) mask += batch * problem.mask_strides[0] + head * problem.mask_strides[1];
+  }
+
+  const Bits* scores;
+  const std::uint8_t* mask;
+  std::int32_t *begin, *end;
+};
+
+// Keys come by index; each is seen from its first row on until w higher ones have come, or to the document's last row.
+template <typename Format>
+void select_in_document(const SelectionProblem& problem, const Head<Format>& head, const Document& document,
+                        LiveKey<typename Format::Bits>* heap) {
+  using Bits = typename Format::Bits;
+  const auto [scores, mask, begin, end] = head;
+  const auto last_row = static_cast<std::int32_t>(document.row_end);
+  if (document.row_begin == document.row_end) return;  // no row sees anything
   std::int64_t live = 0;
-  std::fill_n(begin, problem.keys, 0);
-  std::fill_n(end, problem.keys, 0);
-  if (problem.window == 0) return;
-  for (std::int64_t key = 0; key < existing; ++key) {
+  for (std::int64_t key = document.key_begin; key < document.key_end; ++key) {
     const Bits rank = rank_of<Format>(scores[key * problem.score_strides[2]]);
     if (rank == 0 || (mask != nullptr && mask[key * problem.mask_strides[2]] == 0)) continue;
-    const auto row = static_cast<std::int32_t>(problem.causal ? std::max<std::int64_t>(key - history, 0) : 0);
+    const auto row = static_cast<std::int32_t>(document.first_row(key, problem.causal));
     const LiveKey<Bits> arrival = live_key(rank, key);
     if (live < problem.window) {
       heap[live++] = arrival;
@@ -81,6 +87,25 @@ void select_head(const SelectionProblem& problem, std::int64_t batch, std::int64
     begin[key] = row;
     end[key] = last_row;
   }
+}
+
+template <typename Format>
+void select_head(const SelectionProblem& problem, std::int64_t batch, std::int64_t head_index, void* workspace) {
+  auto* heap = static_cast<LiveKey<typename Format::Bits>*>(workspace);
+  const Head<Format> head(problem, batch, head_index);
+  std::fill_n(head.begin, problem.keys, 0);
+  std::fill_n(head.end, problem.keys, 0);
+  if (problem.window == 0) return;
+  if (problem.is_packed()) {
+    DocumentReader reader(problem.row_bounds, problem.key_bounds, batch, problem.rows, problem.keys);
+    for (std::int64_t n = 0; n < problem.documents; ++n) select_in_document(problem, head, reader.next(), heap);
+    return;
+  }
+  std::int64_t existing = problem.keys;
+  if (problem.seqlens != nullptr) {
+    existing = std::clamp<std::int64_t>(problem.seqlens[batch * problem.seqlens_stride], 0, problem.keys);
+  }
+  select_in_document(problem, head, {.row_end = problem.rows, .key_end = existing}, heap);
 }
 
 std::size_t heap_bytes(const SelectionProblem& problem) {

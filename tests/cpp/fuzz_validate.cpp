@@ -123,6 +123,16 @@ void require_sound(const Status& status, const AttentionProblem& p) {
   require(reinterpret_cast<std::uintptr_t>(p.visibility.plan.data) % kMemoryAlignment == 0);
 }
 
+void require_sound(const Status& status, const SelectionProblem& p) {
+  if (!status.ok()) {
+    require(!status.argument().empty() && !status.rule().empty() && !status.values().empty());
+    return;
+  }
+  require(p.batch >= 0 && p.heads >= 0 && p.keys >= 0 && p.rows >= 0 && p.window >= 0);
+  require(p.documents >= 0 && (p.is_packed() || p.documents == 0 || p.batch == 0));
+  require(p.is_packed() == (p.key_bounds.data != nullptr) || p.batch == 0);
+}
+
 }  // namespace
 }  // namespace flash_dmattn::internal
 
@@ -180,5 +190,18 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   gradients.dsink = maybe(decisions, view(decisions, inputs.sink.dtype, 1, {s.heads}));
   BackwardProblem backward;
   require_sound(make_backward_problem(inputs, cotangents, options, gradients, &backward), backward);
+
+  SelectionInputs selected{view(decisions, dtype, 3, {s.batch, s.key_heads, s.keys})};
+  selected.key_mask = maybe(decisions, view(decisions, DType::kBool, 3, {s.batch, 1, s.keys}));
+  const std::int64_t count = 1 + small();
+  const auto bounds_like = [&] {
+    return decisions.byte() % 2 ? view(decisions, DType::kInt32, 1, {count})
+                                : view(decisions, DType::kInt32, 2, {s.batch, count});
+  };
+  selected.cu_seqlens_q = maybe(decisions, bounds_like());
+  selected.cu_seqlens_k = maybe(decisions, bounds_like());
+  const SelectionOptions selection{.window_size = size_or_any(small()), .seqlen_q = size_or_any(s.rows)};
+  SelectionProblem problem;
+  require_sound(make_selection_problem(selected, selection, nullptr, &problem), problem);
   return 0;
 }

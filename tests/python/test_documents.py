@@ -86,7 +86,7 @@ ERRORS = {
     "device": (
         lambda: KeyIntervals.documents(META),
         ValueError,
-        "seqlen must be given for cu_seqlens on a device, whose last bound the host would have to wait for; "
+        "seqlen must be given for cu_seqlens on a device, for whose last bound the host would have to wait; "
         "got cu_seqlens on meta, seqlen None",
     ),
     "device of keys": (
