@@ -1,9 +1,10 @@
 """Attention in which every query sees only some keys, chosen by data, with an additive bias and its gradient.
 
 `attention` is the library's own surface, `select_keys` chooses what it shows, and `dynamic_mask_attention` does both in
-one call. Time is proportional to what is seen of selections, intervals, masks of keys and blocks, and of `KeyIndices`,
-lists of keys per query, as far as neighbouring queries choose alike. `prepare_mask` makes a mask cheap
-to use many times, `plan_report` tells what a call will do. The other functions carry the names of the original package.
+one call; `varlen_attention` is for packed documents. Time is proportional to what is seen of selections, intervals,
+masks of keys and blocks, and of `KeyIndices`, lists of keys per query, as far as neighbouring queries choose alike.
+`prepare_mask` makes a mask cheap to use many times, `plan_report` tells what a call will do. The other functions carry
+the names of the original package.
 """
 
 from ._library import cpu_info
@@ -23,6 +24,7 @@ from .key_indices import KeyIndices
 from .planning import PlanReport, plan_report
 from .prepared import PreparedMask, prepare_mask
 from .selection import KeyIntervals, select_keys
+from .varlen import flash_dmattn_varlen_func, varlen_attention
 
 __version__ = cpu_info().version
 
@@ -39,10 +41,12 @@ __all__ = [
     "dynamic_mask_attention",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
+    "flash_dmattn_varlen_func",
     "flex_dmattn_func",
     "get_available_backends",
     "plan_report",
     "prepare_mask",
     "select_keys",
     "triton_dmattn_func",
+    "varlen_attention",
 ]

@@ -63,6 +63,15 @@ def clamped_bounds(bounds: Tensor, length: int) -> Tensor:
     return bounds.long().clamp(0, length).cummax(-1).values.contiguous()
 
 
+def first_causal_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """int32 (B or 1, 1, Sk): the first row that sees each key under the causal rule of its document. Bounds, checked:
+    (documents + 1) or (B, documents + 1)."""
+    bounds_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    documents = documents_of_keys(cu_seqlens_q, bounds_k, seqlen_q, seqlen_k)
+    begin, _ = documents.rows_in_window(None, 0)
+    return begin.int().view(-1, 1, seqlen_k)
+
+
 # ---- Arguments
 
 

@@ -12,6 +12,7 @@ from ._arguments import (
     check_tensor,
     warn_of_two_readings,
 )
+from ._documents import check_cu_seqlens, first_causal_rows, packed_window_size
 from ._visibility import Visibility
 from .prepared import Mask, check_mask, visibility_of
 
@@ -99,6 +100,8 @@ def dynamic_mask_attention(
     selection: str = "causal",
     key_mask: Tensor | None = None,
     seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None,
@@ -120,6 +123,8 @@ def dynamic_mask_attention(
             the highest of all existing keys, the same for every row, of which the causal rule may then hide some.
         key_mask: bool (B or 1, heads of scores or 1, Sk); False hides the key, before the selection.
         seqlens_k: int32 (B), only the first seqlens_k[b] keys exist.
+        cu_seqlens_q, cu_seqlens_k: packed documents, as in `select_keys`: rows see keys of their own document only,
+            the selection restarts in each, and the causal rule is aligned to its last key. Not beside seqlens_k.
         sink, scale, softcap, deterministic, return_lse: as in `attention`; softcap None means 0 (none).
 
     Returns:
@@ -132,6 +137,7 @@ def dynamic_mask_attention(
         check_tensor(name, tensor)
     for name, tensor in (("scores", scores), ("sink", sink), ("key_mask", key_mask), ("seqlens_k", seqlens_k)):
         check_optional_tensor(name, tensor)
+    check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
     check_bool("return_lse", return_lse)
     options = _check_options(scale, 0.0 if softcap is None else softcap, is_causal, deterministic)
     window_size = as_int("window_size", window_size)
@@ -146,8 +152,8 @@ def dynamic_mask_attention(
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
     _library.check_devices(
-        ("query", "key", "value", "key_bias", "scores", "sink", "key_mask", "seqlens_k"),
-        (query, key, value, key_bias, scores, sink, key_mask, seqlens_k),
+        ("query", "key", "value", "key_bias", "scores", "sink", "key_mask", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"),
+        (query, key, value, key_bias, scores, sink, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k),
     )
     _check_per_key("key_bias", key_bias, query, key)
     _check_key_bias_dtype(key_bias, query)
@@ -156,10 +162,20 @@ def dynamic_mask_attention(
     else:
         _check_per_key("scores", scores, query, key)
 
-    scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k)
-    begin, end = _library.select_keys(scores, window_size, query.shape[1], selection == "causal", key_mask, seqlens_k)
+    scores = _expand_scores(scores, query.shape[0], key_mask, seqlens_k, cu_seqlens_q)
+    rows, causal, documents = query.shape[1], selection == "causal", (cu_seqlens_q, cu_seqlens_k)
+    begin, end = _library.select_keys(scores, window_size, rows, causal, key_mask, seqlens_k, *documents)
+    if cu_seqlens_q is not None and is_causal:
+        if not causal:
+            begin = torch.maximum(begin, first_causal_rows(*documents, rows, key.shape[1]))
+            end = torch.maximum(begin, end)
+        is_causal = False  # the intervals obey it, aligned to each document
     visibility = Visibility(
-        seqlens_k=seqlens_k, interval_begin=begin, interval_end=end, is_causal=is_causal, interval_window=window_size
+        seqlens_k=seqlens_k,
+        interval_begin=begin,
+        interval_end=end,
+        is_causal=is_causal,
+        interval_window=packed_window_size(window_size, causal, *documents),
     )
     out, lse, _ = _library.attention_forward(query, key, value, key_bias, sink, visibility, *options)
     return (out, lse) if return_lse else out
@@ -205,8 +221,10 @@ def _check_key_bias_dtype(key_bias: Tensor, query: Tensor) -> None:
     raise ValueError(f"key_bias must have query's dtype or float32; got key_bias {dtypes[0]}, query {dtypes[1]}")
 
 
-def _expand_scores(scores: Tensor, batch: int, key_mask: Tensor | None, seqlens_k: Tensor | None) -> Tensor:
+def _expand_scores(
+    scores: Tensor, batch: int, key_mask: Tensor | None, seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
+) -> Tensor:
     """A view of scores of batch size 1 for the whole batch, if its elements hide different keys."""
-    if scores.shape[0] == 1 and (seqlens_k is not None or (key_mask is not None and key_mask.shape[:1] != (1,))):
-        return scores.expand(batch, -1, -1)
-    return scores
+    differ = seqlens_k is not None or (key_mask is not None and key_mask.shape[:1] != (1,))
+    differ = differ or (cu_seqlens_q is not None and cu_seqlens_q.dim() == 2)
+    return scores.expand(batch, -1, -1) if differ and scores.shape[0] == 1 else scores
