@@ -15,6 +15,7 @@ import transformers
 from flash_dmattn.integrations._inputs import HARMLESS
 from flash_dmattn.integrations._models import _LISTS_OF_KEYS
 from flash_dmattn.integrations.attention_interface import dmattn_attention_forward
+from packed import document_mask
 from torch import Tensor, nn
 
 VOCABULARY, LENGTH = 60, 19
@@ -308,12 +309,23 @@ def test_documents_of_cu_seq_lens(how: str) -> None:
 
 def test_documents_that_do_not_fit_are_refused() -> None:
     bounds = torch.tensor([0, 5, 12])
-    for other in (None, torch.tensor([0, 6, 12]), torch.tensor([0, 5, 13])):
-        with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k must be equal and pack all tokens"):
+    for other in (None, torch.tensor([0, 12]), bounds[None]):
+        with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k must both be bounds of the documents of"):
             attend(cu_seq_lens_q=bounds, cu_seq_lens_k=other)
-    states = torch.randn(3, 2, 4, 12, 8)
-    with pytest.raises(ValueError, match="into one sequence"):
-        dmattn_attention_forward(nn.Module(), *states, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    for query, states in ((2, torch.randn(3, 2, 4, 12, 8)), (1, torch.randn(3, 1, 4, 12, 8))):
+        query = torch.randn(query, 4, 12 if query == 2 else 3, 8)  # two sequences; keys of a cache
+        with pytest.raises(ValueError, match=r"of one sequence .* without keys of a cache; got cu_seq_lens_q"):
+            dmattn_attention_forward(nn.Module(), query, *states[1:], None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_documents_of_other_numbers_of_keys(sliding_window: int | None) -> None:
+    """The causal rule and the window are aligned to the last row and key of each document."""
+    bounds, key_bounds = torch.tensor([0, 5, 6, 12]), torch.tensor([0, 2, 6, 11])
+    left = None if sliding_window is None else sliding_window - 1
+    shown = document_mask(bounds, key_bounds, 12, 12, left, 0)
+    got = attend(cu_seq_lens_q=bounds, cu_seq_lens_k=key_bounds, sliding_window=sliding_window)
+    torch.testing.assert_close(got, attend(attention_mask=shown[None, None]))
 
 
 def keywords_of_models() -> dict[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._device_plan import MOST_DECODE_ROWS
+from .._documents import documents_of_keys
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals, select_keys
 from ..utils.mask import topk_mask
@@ -67,11 +68,63 @@ def intervals_in(mask: Tensor) -> KeyIntervals:
     return KeyIntervals(mask[:, :, 0], mask[:, :, 1])
 
 
+# ---- Packed documents
+
+
+def check_packed(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, batch: int, rows: int, keys: int) -> bool:
+    """Whether documents are given. Of their bounds only the shapes are looked at, which does not wait for a device.
+
+    Raises:
+        ValueError: documents in several sequences, or with keys of a cache; bounds that do not go together.
+    """
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return False
+    given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    shapes = {name: None if bounds is None else tuple(bounds.shape) for name, bounds in given.items()}
+    go_together = shapes["cu_seq_lens_q"] == shapes["cu_seq_lens_k"] and len(shapes["cu_seq_lens_q"]) == 1
+    if not go_together or batch != 1 or rows != keys:
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must both be bounds of the documents of one sequence (documents + 1), "
+            "without keys of a cache; got "
+            + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            + f", batch size {batch}, {rows} rows, {keys} keys"
+        )
+    return True
+
+
+def packed_documents(
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    rows: int,
+    keys: int,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+    device: torch.device,
+) -> KeyIntervals:
+    """What rows see of their own document: keys from `left` before their own place in it to `right` behind it; None:
+    all on that side. Contents of bounds are clamped, as in KeyIntervals.documents."""
+    documents = documents_of_keys(cu_seq_lens_q.to(device), cu_seq_lens_k.to(device), rows, keys)
+    return KeyIntervals(*(bound.int()[None, None] for bound in documents.rows_in_window(left, right)))
+
+
+def within_documents(
+    documents: KeyIntervals, mask: PreparedMask | KeyIntervals | Tensor | None, rows: int
+) -> KeyIntervals | Tensor:
+    """What both show; None shows all."""
+    if mask is None:
+        return documents
+    if isinstance(mask, PreparedMask):
+        mask = mask.intervals if mask.kind == "intervals" else mask.dense_mask()
+    if isinstance(mask, KeyIntervals):
+        return documents.intersection(mask)
+    return documents.dense_mask(rows) & mask
+
+
 # ---- Masks that are looked at once
 
 _prepared = WeakTensorKeyDictionary()
 _growing = WeakTensorKeyDictionary()
-_documents = WeakTensorKeyDictionary()
 
 
 def _once(known: WeakTensorKeyDictionary, mask: Tensor, make: Callable[[Tensor], object]) -> object:
@@ -102,32 +155,6 @@ def prepared_mask(mask: Tensor, rows: int) -> PreparedMask | KeyIntervals | Tens
     return _once(_prepared, mask, prepare)
 
 
-def packed_documents(
-    cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, query: Tensor, key: Tensor
-) -> KeyIntervals | None:
-    """The documents that are packed into the one sequence of query and key (1, heads, S, D), None if none are given.
-
-    Reads the bounds on the host, once for all layers.
-    """
-    if cu_seq_lens_q is None and cu_seq_lens_k is None:
-        return None
-    is_one_sequence = query.shape[0] == 1 and query.shape[2] == key.shape[2]
-    if is_one_sequence and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        bounds, documents = _once(_documents, cu_seq_lens_q, _read_documents)
-        key_bounds, _ = _once(_documents, cu_seq_lens_k, _read_documents)
-        if bounds == key_bounds and bounds[-1] == query.shape[2]:
-            return documents.to(query.device)
-    raise ValueError(
-        "cu_seq_lens_q and cu_seq_lens_k must be equal and pack all tokens into one sequence, without keys of a cache; "
-        f"got cu_seq_lens_q {cu_seq_lens_q}, cu_seq_lens_k {cu_seq_lens_k}, query {tuple(query.shape)}, "
-        f"key {tuple(key.shape)}"
-    )
-
-
-def _read_documents(cu_seq_lens: Tensor) -> tuple[list[int], KeyIntervals]:
-    return cu_seq_lens.tolist(), KeyIntervals.documents(cu_seq_lens)
-
-
 # ---- Selection within masks
 
 
@@ -140,7 +167,8 @@ class GrowingMask:
         causal: row i sees keys j <= i + n - Sq, where n keys exist; else all rows see the same keys.
         key_mask: bool (B or 1, heads or 1, Sk), False hides the key.
         seqlens_k: int32 (B or 1), how many keys exist; default all.
-        document_end: integers (B or 1, heads or 1, Sk), where the document of each key ends; Sq = Sk.
+        document_end: integers (B or 1, heads or 1, Sk), where the document of each key ends, 0 for keys that are not
+            seen; Sq = Sk.
     """
 
     causal: bool
@@ -187,14 +215,11 @@ def _find_growing(mask: Tensor) -> GrowingMask | None:
     return GrowingMask(True, seen, None, end)
 
 
-_MOST_DOCUMENT_KEYS = 1 << 21  # so that a document's end and a float32 fit into the 53 bits of a float64
-
-
 def select_within(scores: Tensor, window_size: int, mask: GrowingMask, rows: int) -> KeyIntervals:
     """The `window_size` keys of highest score among those that the mask shows each row.
 
     Args:
-        scores: (B or 1, heads, Sk), detached here. Under documents float64 is rounded to float32.
+        scores: (B or 1, heads, Sk), detached here.
 
     Returns:
         Intervals (B or 1, heads, Sk), which include the mask.
@@ -205,31 +230,30 @@ def select_within(scores: Tensor, window_size: int, mask: GrowingMask, rows: int
     heads = max([scores.shape[1], *(tensor.shape[1] for tensor in held if tensor is not None and tensor.dim() == 3)])
     scores = scores.expand(batch, heads if scores.shape[1] == 1 else -1, -1)
     seqlens_k = None if seqlens_k is None else seqlens_k.expand(batch)
-    if mask.document_end is not None:
-        # Keys of later documents are ranked above all others, so that no row's own document loses to one before it.
-        # What rows of an early document would see of the ones before is cut off by the documents' ends.
-        kept = ~(scores <= torch.finfo(scores.dtype).min)
-        key_mask = kept if key_mask is None else kept & key_mask
-        scores = _rank_in_documents(scores, mask.document_end)
-    intervals = select_keys(
-        scores, window_size, seqlen_q=rows, causal=mask.causal, key_mask=key_mask, seqlens_k=seqlens_k
-    )
     if mask.document_end is None:
-        return intervals
-    end = torch.minimum(intervals.end, mask.document_end.int())
-    return KeyIntervals(intervals.begin, torch.maximum(intervals.begin, end), intervals.window_size)
-
-
-def _rank_in_documents(scores: Tensor, document_end: Tensor) -> Tensor:
-    """float64 (B, heads, Sk) in the order of documents first and of scores second."""
-    if scores.shape[2] > _MOST_DOCUMENT_KEYS:
-        raise ValueError(
-            f"keys must be at most {_MOST_DOCUMENT_KEYS} to select within documents; got {scores.shape[2]}"
+        return select_keys(
+            scores, window_size, seqlen_q=rows, causal=mask.causal, key_mask=key_mask, seqlens_k=seqlens_k
         )
-    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0 is 0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = torch.where(scores.isnan(), 0x7FFFFFFF, ordered)
-    return document_end.double() * 2.0**32 + ordered.double()
+    # Heads may have documents of their own, as batch elements may: those are what has bounds.
+    shape = scores.shape
+    bounds = _bounds_of_documents(mask.document_end)
+    if bounds.shape[1] != 1:
+        scores = scores.reshape(batch * heads, 1, -1)
+        bounds = bounds.expand(batch, heads, -1)
+        key_mask = None if key_mask is None else key_mask.expand(shape).reshape(batch * heads, 1, -1)
+    bounds = bounds.expand(batch, -1, -1).reshape(scores.shape[0], -1)
+    intervals = select_keys(
+        scores, window_size, seqlen_q=rows, causal=mask.causal, key_mask=key_mask, cu_seqlens_q=bounds
+    )
+    return KeyIntervals(intervals.begin.view(shape), intervals.end.view(shape), intervals.window_size)
+
+
+def _bounds_of_documents(document_end: Tensor) -> Tensor:
+    """int32 (B, heads, Sk + 1): where documents begin and end, as `select_keys` takes it. With empty documents between
+    the others it has one size for any number of them, which nobody has to wait for."""
+    end = document_end.long()
+    ends = end.new_zeros((*end.shape[:-1], end.shape[-1] + 1)).scatter(-1, end, end)
+    return ends.cummax(-1).values.int()
 
 
 def dense_selection(scores: Tensor, window_size: int, mask: Tensor | None) -> Tensor:

@@ -21,7 +21,14 @@ from ..functional import attention
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals
 from ._inputs import cast_inputs, equal_head_dims, model_dtype, refuse_unknown, refuse_unsupported
-from ._masks import is_row_intervals, packed_documents, prepared_mask, row_intervals
+from ._masks import (
+    check_packed,
+    is_row_intervals,
+    packed_documents,
+    prepared_mask,
+    row_intervals,
+    within_documents,
+)
 from ._models import dense_mask_form, needs_causal_mask, refuse_lists_of_keys
 
 NAME = "dmattn"
@@ -73,7 +80,8 @@ def dmattn_attention_forward(
         sinks: as s_aux, with a logit for every row (B or 1, H, Sq or 1, 1).
         deterministic: True: the same bits in every run; else torch's own setting decides.
         cu_seq_lens_q, cu_seq_lens_k: int (documents + 1), where the documents that are packed into one sequence begin
-            and the last ends. Rows see keys of their own only, whatever the mask says.
+            and the last ends. Rows see keys of their own only, whatever the mask says; without a mask the causal rule
+            and the window are those of each document. Contents are clamped and never read by the host.
         **kwargs: what changes nothing here, `_inputs.HARMLESS`, and others that are None or False.
 
     Returns:
@@ -81,12 +89,12 @@ def dmattn_attention_forward(
 
     Raises:
         ValueError: dropout, head_mask, a keyword that is not known, two kinds of sinks, a mask of another form,
-            documents in several sequences or with keys of a cache, and as `attention`.
+            documents in several sequences, with keys of a cache or without one of the bounds, and as `attention`.
     """
     refuse_unsupported(dropout, kwargs)
     refuse_unknown(kwargs)
     rows = query.shape[2]
-    documents = packed_documents(cu_seq_lens_q, cu_seq_lens_k, query, key)
+    is_packed = check_packed(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], rows, key.shape[2])
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two forms of one argument; got both")
     if attention_mask is None:
@@ -95,14 +103,24 @@ def dmattn_attention_forward(
         if is_causal and key.shape[2] > rows:
             key, value = key[:, :, :rows], value[:, :, :rows]
             position_bias = None if position_bias is None else position_bias[..., :rows]
-        mask = _window(sliding_window, rows, key) if is_causal else None
+        mask = _window(sliding_window, rows, key) if is_causal and not is_packed else None
     else:
         is_causal = False
         mask, additive = _split_mask(attention_mask, rows)
         if additive is not None:
             position_bias = additive if position_bias is None else position_bias + additive
-    if documents is not None:
-        mask = documents if mask is None else _within(documents, mask, rows)
+    if is_packed:
+        left = sliding_window - 1 if is_causal and sliding_window is not None else None
+        documents = packed_documents(
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            rows,
+            key.shape[2],
+            left=left,
+            right=0 if is_causal else None,
+            device=query.device,
+        )
+        mask, is_causal = within_documents(documents, mask, rows), False
 
     value_dim = value.shape[3]
     query, key, value, scaling = equal_head_dims(query, key, value, scaling)
@@ -134,15 +152,6 @@ def _window(sliding_window: int | None, rows: int, key: Tensor) -> KeyIntervals 
     if sliding_window is None or sliding_window >= key.shape[2]:
         return None
     return KeyIntervals.sliding_window(sliding_window - 1, 0, rows, key.shape[2], device=key.device)
-
-
-def _within(documents: KeyIntervals, mask: PreparedMask | KeyIntervals | Tensor, rows: int) -> KeyIntervals | Tensor:
-    """What both show."""
-    if isinstance(mask, PreparedMask):
-        mask = mask.intervals if mask.kind == "intervals" else mask.dense_mask()
-    if isinstance(mask, KeyIntervals):
-        return documents.intersection(mask)
-    return documents.dense_mask(rows) & mask
 
 
 def _split_mask(mask: Tensor, rows: int) -> tuple[PreparedMask | KeyIntervals | Tensor, Tensor | None]:

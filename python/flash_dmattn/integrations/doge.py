@@ -31,13 +31,16 @@ from ._doge_cache import CacheStep, key_scores
 from ._inputs import cast_inputs, model_dtype, refuse_unknown, refuse_unsupported
 from ._masks import (
     GrowingMask,
+    check_packed,
     dense_selection,
     growing_mask,
     intervals_in,
     is_row_intervals,
+    packed_documents,
     prepared_mask,
     row_intervals,
     select_within,
+    within_documents,
 )
 
 _enabled_configs: set[type[PreTrainedConfig]] = set()
@@ -232,6 +235,7 @@ def _forward(
 ) -> tuple[Tensor, None]:
     if not _runs_here(self.config):
         return _their_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+    bounds = tuple(kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     refuse_unsupported(self.attention_dropout if self.training else 0.0, kwargs)
     refuse_unknown(kwargs)
 
@@ -250,10 +254,16 @@ def _forward(
         key, value, scores = step.update(key, value)
     query, key, value = cast_inputs(model_dtype(self, query), query, key, value)
     if mesh is not None:
+        _refuse_split_documents(bounds)
         out = _doge_split.attend(self, mesh, query, key, value, scores, attention_mask, past_key_values)
         return self.o_proj(out.reshape(*lengths, -1)), None
 
-    visible, is_causal, seqlens_k = _visible_keys(self, scores, attention_mask, query.shape[1], step)
+    rows = query.shape[1]
+    if check_packed(*bounds, query.shape[0], rows, key.shape[1]):
+        visible = _visible_in_documents(self, scores, attention_mask, rows, *bounds)
+        is_causal, seqlens_k = False, None
+    else:
+        visible, is_causal, seqlens_k = _visible_keys(self, scores, attention_mask, rows, step)
     out = attention(
         query,
         key,
@@ -304,12 +314,7 @@ def _visible_keys(
         left, right = _window(config)
         if not selects or (left is not None and window_size > left + right):
             return prepared_mask(mask, rows), False, None
-        intervals = intervals_in(mask)
-        if left is not None:
-            # Within a window a key that dropped out may come back, when better ones have left: no interval says that.
-            return dense_selection(scores, window_size, intervals.dense_mask(rows)), False, None
-        growing = GrowingMask(True, intervals.begin < intervals.end, None, intervals.end)
-        return select_within(scores, window_size, growing, rows), False, None
+        return _select_in_intervals(config, scores, window_size, intervals_in(mask), rows), False, None
     is_causal, key_mask = _is_causal(config), None if mask is None else mask[:, :, 0] != 0
     seqlens_k = None if step is None else step.seqlens_k
     if not selects:
@@ -318,6 +323,50 @@ def _visible_keys(
         return step.best_keys(window_size), False, seqlens_k
     visible = select_keys(scores, window_size, seqlen_q=rows, causal=is_causal, key_mask=key_mask, seqlens_k=seqlens_k)
     return visible, is_causal, seqlens_k
+
+
+def _visible_in_documents(
+    module: DogeAttention, scores: Tensor, mask: Tensor | None, rows: int, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor
+) -> KeyIntervals | Tensor:
+    """attention's mask, which obeys the causal rule: the best keys of every row within its document and the mask."""
+    config, window_size, keys, device = module.config, module.keep_window_size, scores.shape[2], scores.device
+    key_mask = None if mask is None or mask.dtype != torch.int32 or is_row_intervals(mask) else mask[:, :, 0] != 0
+    left, right = _window(config)
+    if (mask is None or key_mask is not None) and left is None and keys > window_size:
+        bounds = {"cu_seqlens_q": cu_seq_lens_q.to(device).int(), "cu_seqlens_k": cu_seq_lens_k.to(device).int()}
+        causal = _is_causal(config)
+        return select_keys(scores, window_size, seqlen_q=rows, causal=causal, key_mask=key_mask, **bounds)
+    documents = packed_documents(cu_seq_lens_q, cu_seq_lens_k, rows, keys, left=left, right=right, device=device)
+    if key_mask is not None:
+        visible = documents.intersection(key_mask)
+    elif is_row_intervals(mask):
+        visible = documents.intersection(intervals_in(mask))
+    else:
+        visible = within_documents(documents, None if mask is None else _as_bool(mask, keys), rows)
+    if keys <= window_size:
+        return visible
+    if isinstance(visible, KeyIntervals):
+        return _select_in_intervals(config, scores, window_size, visible, rows)
+    return _select_in_mask(scores, window_size, visible, rows)
+
+
+def _select_in_intervals(
+    config: PreTrainedConfig, scores: Tensor, window_size: int, intervals: KeyIntervals, rows: int
+) -> KeyIntervals | Tensor:
+    """Within the intervals of documents, or of windows in configurations that have them; rows are the keys' tokens."""
+    if _window(config)[0] is not None:
+        # Within a window a key that dropped out may come back, when better ones have left: no interval says that.
+        return dense_selection(scores, window_size, intervals.dense_mask(rows))
+    seen = intervals.begin < intervals.end
+    growing = GrowingMask(_is_causal(config), seen, None, torch.where(seen, intervals.end, 0))
+    return select_within(scores, window_size, growing, rows)
+
+
+def _refuse_split_documents(bounds: tuple[Tensor | None, Tensor | None]) -> None:
+    if any(tensor is not None for tensor in bounds):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must be None where sequences are split across ranks (cp_mesh); got bounds"
+        )
 
 
 def _select_in_mask(scores: Tensor, window_size: int, mask: Tensor, rows: int) -> KeyIntervals | Tensor:
