@@ -16,6 +16,7 @@ from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
 from ._dtensor import from_share, to_shares
 from ._ranks import check_agreement, check_shares, group_of, wants_gradient
 from .kept_keys import GatheredKeys, prepend_kept, start_gather
+from .packed import check_cu_seqlens
 
 
 def dynamic_mask_attention(
@@ -28,6 +29,7 @@ def dynamic_mask_attention(
     group: ProcessGroup | DeviceMesh | None = None,
     scores: Tensor | None = None,
     key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     selection: str = "causal",
     seqlens_k: Tensor | None = None,
     scale: float | None = None,
@@ -53,6 +55,9 @@ def dynamic_mask_attention(
             and what is per key, all split along the sequence, may be given instead of shares.
         scores: what to select by, detached; default key_bias. (B or 1, Hkv or 1, S / P), any floating dtype.
         key_mask: bool (B or 1, heads of scores or 1, S / P); False hides the key, before the selection.
+        cu_seqlens: packed documents, int32 (documents + 1), of the whole sequence and the same on every rank: where
+            each begins and the last ends, wherever shares begin. Rows see keys of their own document only, and the
+            selection restarts in each. Contents are clamped as in `KeyIntervals.documents`.
         selection, seqlens_k: for the names of the other function only; see below.
         scale, softcap, deterministic: as in `flash_dmattn.dynamic_mask_attention`.
         gathered: the exchange, if `gather_kept_keys` has started it, with the same objects; group need not be given.
@@ -73,6 +78,7 @@ def dynamic_mask_attention(
         check_tensor(name, tensor)
     for name, tensor in (("scores", scores), ("key_mask", key_mask), ("seqlens_k", seqlens_k)):
         check_optional_tensor(name, tensor)
+    check_cu_seqlens(cu_seqlens)
     check_bool("check", check)
     window_size = as_int("window_size", window_size)
     if gathered is not None and not isinstance(gathered, GatheredKeys):
@@ -84,17 +90,17 @@ def dynamic_mask_attention(
     if gathered is None:
         process_group = group_of(group if mesh is None else mesh)
     else:
-        gathered.check_given(given, window_size, group)
+        gathered.check_given(given | {"cu_seqlens": cu_seqlens}, window_size, group)
         process_group = gathered.group
     options = {"window_size": window_size, "scale": scale, "softcap": softcap, "selection": selection}
     options["gradients"] = wants_gradient(shares)
-    facts = shares | {"seqlens_k": seqlens_k}
+    facts = shares | {"seqlens_k": seqlens_k, "cu_seqlens": cu_seqlens}
     check_agreement(process_group, "dynamic_mask_attention", facts, options, check)
     query = shares["query"]
     check_shares({name: shares[name] for name in ("query", "key", "value")})
     _refuse_inexact(selection, seqlens_k)
     if gathered is None:
-        gathered = start_gather(given, shares, window_size, process_group)
+        gathered = start_gather(given, shares, window_size, process_group, cu_seqlens)
     key, value, key_bias, scores, key_mask = prepend_kept(query, shares, gathered)
     out = functional.dynamic_mask_attention(
         query,
@@ -107,6 +113,7 @@ def dynamic_mask_attention(
         scale=scale,
         softcap=softcap,
         deterministic=deterministic,
+        **gathered.bounds(),
     )
     return out if mesh is None else from_share(out, mesh)
 

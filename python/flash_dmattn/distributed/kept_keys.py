@@ -2,7 +2,7 @@
 
 A key that is not among the `window_size` best of its own rank's keys can never be kept by a later rank: those that beat
 it there stand before every later row, too. So every rank sends these best keys, with values, biases and scores, and
-puts the earlier ranks' in front of its own.
+puts the earlier ranks' in front of its own. Within packed documents these are the best of the rank's last one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .. import _library
 from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
 from ..selection import select_keys
 from ._dtensor import to_shares
 from ._ranks import check_agreement, check_shares, group_of, token_dim
+from .packed import SplitDocuments, check_cu_seqlens, split_documents, within
 
 _ALIGNMENT = 16  # bytes, of the tensors in what a rank sends
 
@@ -36,10 +38,11 @@ class GatheredKeys:
     given: dict[str, Tensor | None]  # by name: what gather_kept_keys got
     kept: Tensor | None = None  # as kept_keys returns; None where nothing is sent
     received: Tensor | None = None  # uint8, of all ranks; reading it waits for it
+    cu_seqlens: Tensor | None = None  # what gather_kept_keys got
 
     def check_given(self, tensors: dict[str, Tensor | None], window_size: int, group: object) -> None:
         """Raises: ValueError: something that the attention is given is not what was gathered."""
-        for name, gathered in self.given.items():
+        for name, gathered in (self.given | {"cu_seqlens": self.cu_seqlens}).items():
             if tensors[name] is not gathered:
                 raise ValueError(f"{name} must be what gather_kept_keys was given, the same object; got another {name}")
         if window_size != self.window_size:
@@ -51,6 +54,21 @@ class GatheredKeys:
                 "group must be the one in which gather_kept_keys was called, or not given; got another group"
             )
 
+    def documents(self) -> SplitDocuments:
+        """Those of cu_seqlens, which are given."""
+        length = self.given["key"].shape[1]
+        if isinstance(self.given["key"], DTensor):
+            length //= self.group.size()
+        return split_documents(self.cu_seqlens, length, dist.get_rank(self.group), self.group.size())
+
+    def bounds(self) -> dict[str, Tensor]:
+        """The documents of this rank's rows, and of its keys with those of earlier ranks in front."""
+        if self.cu_seqlens is None:
+            return {}
+        count = 0 if self.kept is None else self.kept.shape[2]
+        documents = self.documents()
+        return {"cu_seqlens_q": documents.bounds_of_rows(), "cu_seqlens_k": documents.bounds_of_keys(count)}
+
 
 def gather_kept_keys(
     key: Tensor,
@@ -61,6 +79,7 @@ def gather_kept_keys(
     group: ProcessGroup | DeviceMesh | None = None,
     scores: Tensor | None = None,
     key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     check: bool = False,
 ) -> GatheredKeys:
     """Starts the exchange of `dynamic_mask_attention` as soon as keys, values and biases exist: what is enqueued
@@ -89,18 +108,24 @@ def gather_kept_keys(
         check_tensor(name, tensor)
     for name, tensor in (("scores", scores), ("key_mask", key_mask)):
         check_optional_tensor(name, tensor)
+    check_cu_seqlens(cu_seqlens)
     check_bool("check", check)
     window_size = as_int("window_size", window_size)
     given = {"key": key, "value": value, "key_bias": key_bias, "scores": scores, "key_mask": key_mask}
     shares, mesh = to_shares(given, group)
     group = group_of(group if mesh is None else mesh)
-    check_agreement(group, "gather_kept_keys", shares, {"window_size": window_size}, check)
+    facts = shares | {"cu_seqlens": cu_seqlens}
+    check_agreement(group, "gather_kept_keys", facts, {"window_size": window_size}, check)
     check_shares({name: shares[name] for name in ("key", "value")})
-    return start_gather(given, shares, window_size, group)
+    return start_gather(given, shares, window_size, group, cu_seqlens)
 
 
 def start_gather(
-    given: dict[str, Tensor | None], shares: dict[str, Tensor | None], window_size: int, group: ProcessGroup
+    given: dict[str, Tensor | None],
+    shares: dict[str, Tensor | None],
+    window_size: int,
+    group: ProcessGroup,
+    cu_seqlens: Tensor | None = None,
 ) -> GatheredKeys:
     """`gather_kept_keys`, of tensors that are this rank's shares.
 
@@ -109,15 +134,18 @@ def start_gather(
     """
     key, value, key_bias, scores, key_mask = (shares[name] for name in given)
     check_forms(key, value, key_bias, scores, key_mask)
-    _library.check_devices(tuple(given), (key, value, key_bias, scores, key_mask))
+    _library.check_devices((*given, "cu_seqlens"), (key, value, key_bias, scores, key_mask, cu_seqlens))
     if group.size() == 1 or 0 in (window_size, *key.shape[:3]):
-        return GatheredKeys(group, window_size, given)
+        return GatheredKeys(group, window_size, given, cu_seqlens=cu_seqlens)
+    if cu_seqlens is not None:
+        documents = split_documents(cu_seqlens, key.shape[1], dist.get_rank(group), group.size())
+        key_mask = within(key_mask, documents.sends())
     kept = kept_keys(key_bias if scores is None else scores, window_size, key_mask)
     tensors = (key, value, *_in_one_form(key_bias, scores, kept))
     packed = _pack([_by_head(tensor.detach()) for tensor in tensors if tensor is not None], kept)
     # Returns before it has ended: what follows runs beside it, until the result is read.
     received = collectives.all_gather_tensor(packed, 0, group)
-    return GatheredKeys(group, window_size, given, kept, received)
+    return GatheredKeys(group, window_size, given, kept, received, cu_seqlens)
 
 
 def check_forms(key: Tensor, value: Tensor, key_bias: Tensor, scores: Tensor | None, key_mask: Tensor | None) -> None:
@@ -174,7 +202,8 @@ def kept_keys(scores: Tensor, window_size: int, key_mask: Tensor | None) -> Tens
 def prepend_kept(
     query: Tensor, shares: dict[str, Tensor | None], gathered: GatheredKeys
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """key, value, key_bias, scores and key_mask of the shares with what earlier ranks kept in front."""
+    """key, value, key_bias, scores and key_mask of the shares with what earlier ranks kept in front. Of these the mask
+    hides those of other documents than this rank's first."""
     key, value, key_bias, scores, key_mask = (shares[name] for name in gathered.given)
     kept = gathered.kept
     if kept is None:
@@ -186,6 +215,9 @@ def prepend_kept(
     if key_mask is not None:
         earlier = key_bias.shape[2] - key_mask.shape[2]
         key_mask = torch.nn.functional.pad(key_mask, (earlier, 0), value=True)
+    if gathered.cu_seqlens is not None:
+        seen = gathered.documents().sees(kept.shape[2])
+        key_mask = within(key_mask, torch.nn.functional.pad(seen, (0, shares["key"].shape[1]), value=True))
     return key, value, key_bias, scores, key_mask
 
 

@@ -42,16 +42,19 @@ class DynamicMaskAttention(nn.Module):
         *,
         scores: Tensor | None = None,
         key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         gathered: GatheredKeys | None = None,
     ) -> Tensor:
         """Arguments, result and errors as of `flash_dmattn.dynamic_mask_attention`, or with a group of
-        `flash_dmattn.distributed.dynamic_mask_attention`; `gathered`: what `gather` returned for the same arguments."""
+        `flash_dmattn.distributed.dynamic_mask_attention`. cu_seqlens: packed documents, of the whole sequence.
+        gathered: what `gather` returned for the same arguments."""
         given = {"scores": scores, "key_mask": key_mask} | self.options
         if self.group is None:
             if gathered is not None:
                 raise ValueError("gathered must be None where sequences are whole; got what gather_kept_keys returned")
+            given["cu_seqlens_q"] = cu_seqlens
             return functional.dynamic_mask_attention(query, key, value, key_bias, self.window_size, **given)
-        given["gathered"] = gathered
+        given |= {"gathered": gathered, "cu_seqlens": cu_seqlens}
         return dynamic_mask_attention(query, key, value, key_bias, self.window_size, group=self.group, **given)
 
     def gather(
@@ -62,11 +65,12 @@ class DynamicMaskAttention(nn.Module):
         *,
         scores: Tensor | None = None,
         key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> GatheredKeys | None:
         """Starts the exchange, as `gather_kept_keys` does; None where sequences are whole, and nothing is exchanged."""
         if self.group is None:
             return None
-        options = {"scores": scores, "key_mask": key_mask, "group": self.group}
+        options = {"scores": scores, "key_mask": key_mask, "cu_seqlens": cu_seqlens, "group": self.group}
         return gather_kept_keys(key, value, key_bias, self.window_size, **options)
 
     def extra_repr(self) -> str:
