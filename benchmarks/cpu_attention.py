@@ -29,7 +29,7 @@ from common import (
     print_machine,
     sample_seconds,
 )
-from flash_dmattn import attention
+from flash_dmattn import attention, varlen_attention
 from rich.console import Console
 from torch import Tensor
 
@@ -100,6 +100,25 @@ class Problem:
         )
 
 
+@dataclass
+class PackedProblem(Problem):
+    """Causal documents of one length in one sequence: one call here, in torch one call for every document."""
+
+    documents: int = 1
+
+    def ours(self) -> Tensor:
+        bounds = torch.arange(self.documents + 1, dtype=torch.int32) * (self.length // self.documents)
+        tokens = (tensor[0] for tensor in (self.query, self.key, self.value))
+        return varlen_attention(*tokens, bounds, is_causal=True)[None]
+
+    def theirs(self) -> Tensor:
+        parts = zip(*(tensor.chunk(self.documents, 2) for tensor in self.their_inputs), strict=True)
+        grouped = self.heads != self.key_heads
+        return torch.cat(
+            [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped) for part in parts], 2
+        )
+
+
 @dataclass(frozen=True)
 class Settings:
     repeats: int
@@ -144,6 +163,15 @@ def window(settings: Settings) -> Iterator[Comparison]:
     mask = (key <= row) & (key > row - width)
     case = f"window {width} as a bool mask H2 Hkv1 D64 S{length}"
     yield from compare_problem(settings, case, Problem(2, 1, 64, length, mask=mask), 6.0, 5.0)
+
+
+def packed(settings: Settings) -> Iterator[Comparison]:
+    """Packed documents against a loop of calls, one for each document."""
+    for documents, length in ((16, settings.length(512)), (128, settings.length(64))):
+        for heads, key_heads, head_dim in ((2, 1, 64), (8, 2, 128)):
+            case = f"{documents} documents of {length} causal H{heads} Hkv{key_heads} D{head_dim}"
+            problem = PackedProblem(heads, key_heads, head_dim, documents * length, documents=documents)
+            yield from compare_problem(settings, case, problem, 1.5, 1.5)
 
 
 def per_key(settings: Settings) -> Iterator[Comparison]:
@@ -247,6 +275,7 @@ def mixed(settings: Settings) -> Iterator[Comparison]:
 CASES = {
     "dense": dense,
     "window": window,
+    "packed": packed,
     "per-key": per_key,
     "bias": full_bias,
     "tiny": tiny,
