@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from flash_dmattn.distributed import DynamicMaskAttention, dynamic_mask_attention, gather_kept_keys
-from ranks import Ranks, start_ranks
+from ranks import Ranks, mesh_of, start_ranks
 from shares import (
     KEY_HEADS,
     LEAVES,
     SHARE,
+    TOKEN_DIM,
     Setting,
     assert_close,
     assert_same_bits,
@@ -26,6 +27,8 @@ from shares import (
     share_of,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import Shard, distribute_tensor
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size}_ranks")
@@ -110,6 +113,44 @@ def use_modules() -> None:
 
 def test_modules(ranks: Ranks) -> None:
     ranks.run(use_modules)
+
+
+def use_dtensors() -> None:
+    setting, bounds, mesh = Setting(window=4), torch.tensor(BOUNDS["inside_shares"], dtype=torch.int32), mesh_of()
+    whole = make_arguments(setting)
+    wanted = flash_dmattn.dynamic_mask_attention(
+        *(whole[name] for name in ("query", *LEAVES[1:])), window_size=4, cu_seqlens_q=bounds
+    )
+    split = {
+        name: distribute_tensor(tensor, mesh, [Shard(TOKEN_DIM[name])])
+        for name, tensor in whole.items()
+        if name != "dout"
+    }
+    out = dynamic_mask_attention(**split, window_size=4, cu_seqlens=bounds)
+    assert torch.equal(out.to_local(), share_of("query", wanted))
+
+
+def test_dtensors(ranks: Ranks) -> None:
+    ranks.run(use_dtensors)
+
+
+def compile_for_other_bounds() -> None:
+    """One graph for other documents."""
+    own, counter, mesh = own_shares(Setting(window=4)), CompileCounterWithBackend("aot_eager"), mesh_of()
+
+    def attend(cu_seqlens: Tensor, **given: Tensor) -> Tensor:
+        return dynamic_mask_attention(**given, window_size=4, cu_seqlens=cu_seqlens, group=mesh)
+
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    own.pop("dout")
+    for name in ("inside_shares", "wrong"):
+        bounds = torch.tensor(BOUNDS[name], dtype=torch.int32)
+        assert torch.equal(compiled(bounds, **own), attend(bounds, **own))
+    assert counter.frame_count == 1
+
+
+def test_compiles_once_for_other_documents(ranks: Ranks) -> None:
+    ranks.run(compile_for_other_bounds)
 
 
 def refuse(make: Callable[[], object], kind: type, message: str) -> None:

@@ -110,6 +110,18 @@ def test_selection_is_that_of_the_cpu(causal: bool) -> None:
             assert torch.equal(got.begin.cpu(), expected.begin) and torch.equal(got.end.cpu(), expected.end)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_selection_of_special_scores_is_that_of_the_cpu(dtype: torch.dtype) -> None:
+    """NaNs of either sign are alike, and zeros; the sorting must not tell them apart."""
+    nan, inf, lowest = torch.nan, torch.inf, torch.finfo(dtype).min
+    values = torch.tensor([nan, -nan, inf, -inf, lowest, 0.0, -0.0, 1.0, -1.0], dtype=dtype)
+    scores, bounds = values[torch.randint(0, len(values), (2, 2, 600))], bounds_of([100, 0, 450, 20])
+    for window in (1, 7, 60):
+        got = select_keys(scores, window, cu_seqlens_q=bounds)
+        expected = select_keys(scores.cpu(), window, cu_seqlens_q=bounds.cpu())
+        assert torch.equal(got.begin.cpu(), expected.begin) and torch.equal(got.end.cpu(), expected.end)
+
+
 def test_selection_in_documents_is_that_of_a_batch() -> None:
     """32 documents of one length, and a batch of 32."""
     count, length = 32, 500
