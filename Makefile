@@ -36,7 +36,7 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
 .PHONY: help setup library build run test test-cpp test-python test-sanitize fuzz lint format bench check-neon check-sm80 \
-        check-wheel clean
+        check-wheel docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -110,5 +110,10 @@ check-wheel: setup  ## build the wheel as `pip install .` does, install it into 
 	@$(PY) -m pip install --quiet --no-deps --target build/wheel/site build/wheel/flash_dmattn-*.whl
 	@cd build/wheel && PYTHONPATH=site $(PY) -m flash_dmattn info
 
-clean:  ## remove what was built, not .venv
+docs:  ## build the documentation site into build/site, every warning an error; needs no build of the library
+	@tools/setup.sh docs
+	@PATH=$(CURDIR)/.venv-docs/bin:$$PATH NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+	@echo "python3 -m http.server --directory build/site 8000: search works on a served site only"
+
+clean:  ## remove what was built, not .venv and .venv-docs
 	rm -rf build python/flash_dmattn/_C

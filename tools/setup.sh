@@ -7,6 +7,7 @@
 #                          installed into that Python, only checked
 #   tools/setup.sh fuzz    also Clang with libFuzzer
 #   tools/setup.sh neon    also the cross-compiler for 64-bit Arm and an emulator to run what it builds
+#   tools/setup.sh docs    only what the documentation site needs: doxygen, and the pinned packages into .venv-docs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,11 +22,15 @@ links_fuzzers() {
 
 # The Debian packages of what this machine lacks, whichever way it would have got it.
 missing_packages() {
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+  if [[ ${1:-} == docs ]]; then
+    command -v doxygen >/dev/null || echo doxygen
+    return
+  fi
   command -v "${CXX:-g++}" >/dev/null || echo g++
   have_header hwy/highway.h || echo libhwy-dev
   have_header gtest/gtest.h || echo libgtest-dev
   command -v ccache >/dev/null || echo ccache
-  "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
   # torch.compile, which some tests use, compiles against Python.h.
   [[ -e $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] || echo python3-dev
   if [[ ${1:-} == fuzz ]]; then
@@ -86,16 +91,18 @@ EOF
   [[ -z $missing ]] || fail "$python lacks $(xargs <<<"$missing"): $python -m pip install -r requirements-dev.txt"
 }
 
+# make_venv FOLDER REQUIREMENTS...: does nothing if the folder has what these files pin; pip installs the last of them.
 make_venv() {
-  local version stamp
+  local venv=$1 version stamp
+  shift
   version=$("$python" -c 'import sys; print(sys.version)')
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "Python 3.11 is needed; $python is $version"
-  stamp=.venv/.installed-$(cat requirements.txt requirements-dev.txt <(echo "$version") | sha256sum | cut -c1-16)
+  stamp=$venv/.installed-$(cat "$@" <(echo "$version") | sha256sum | cut -c1-16)
   [[ -e $stamp ]] && return 0
-  say "installing the pinned Python packages into .venv (torch is large: some minutes the first time)"
-  rm -f .venv/.installed-*
-  .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
-  .venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+  say "installing the packages that ${!#} pins into $venv (torch, where it is one of them, takes some minutes)"
+  rm -f "$venv"/.installed-*
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
+  "$venv/bin/python" -m pip install --disable-pip-version-check -r "${!#}"
   touch "$stamp"
 }
 
@@ -112,9 +119,11 @@ link_package() {
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python was not found"
 install_packages "$@"
-if [[ -n ${PYTHON:-} ]]; then
+if [[ ${1:-} == docs ]]; then
+  make_venv .venv-docs requirements-docs.txt
+elif [[ -n ${PYTHON:-} ]]; then
   check_python
 else
-  make_venv
+  make_venv .venv requirements.txt requirements-dev.txt
   link_package
 fi

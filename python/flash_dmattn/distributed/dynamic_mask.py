@@ -68,11 +68,11 @@ def dynamic_mask_attention(
         out (B, S / P, H, D), this rank's share; of DTensors (B, S, H, D), split likewise.
 
     Raises:
-        As `flash_dmattn.dynamic_mask_attention`, and ValueError: what is not exact this way, which is selection
-        "per_key" (every rank's keys compete with later ones), seqlens_k (use key_mask), a head of scores or of the bias
-        for each query head (heads of a group would see different keys of other ranks), and shares of unequal length;
-        ranks that disagree; gathered of other arguments. A rank that is gone or never calls ends in torch's own timeout
-        on the others.
+        TypeError: as in `flash_dmattn.dynamic_mask_attention`.
+        ValueError: as there, and what is not exact this way, which is selection "per_key" (every rank's keys compete
+            with later ones), seqlens_k (use key_mask), a head of scores or of the bias for each query head (heads of a
+            group would see different keys of other ranks), and shares of unequal length; ranks that disagree; gathered
+            of other arguments. A rank that is gone or never calls ends in torch's own timeout on the others.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value), ("key_bias", key_bias)):
         check_tensor(name, tensor)

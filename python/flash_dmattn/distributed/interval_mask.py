@@ -61,8 +61,8 @@ def attention(
         out (B, S / P, H, D), this rank's share; of DTensors (B, S, H, D), split likewise.
 
     Raises:
-        As `flash_dmattn.attention`, and ValueError: a mask or bias of another form, or of another length; ranks that
-        disagree.
+        TypeError: as in `flash_dmattn.attention`.
+        ValueError: as there, and a mask or bias of another form, or of another length; ranks that disagree.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)

@@ -94,7 +94,8 @@ def gather_kept_keys(
     never given torch warns when the process ends.
 
     Args:
-        All as in `dynamic_mask_attention`, which then takes the same objects.
+        key, value, key_bias, window_size, scores, key_mask, group: as in `dynamic_mask_attention`, which then takes the
+            same objects.
         check: let ranks compare shapes, dtypes and options in this call.
 
     Returns:
@@ -102,7 +103,7 @@ def gather_kept_keys(
         where the exchange ends.
 
     Raises:
-        As `dynamic_mask_attention`.
+        TypeError, ValueError: as in `dynamic_mask_attention`.
     """
     for name, tensor in (("key", key), ("value", value), ("key_bias", key_bias)):
         check_tensor(name, tensor)

@@ -63,8 +63,8 @@ def enable(
             labels are the caller's to shift across shares.
 
     Raises:
-        ValueError: there is no Doge model in it; cp_mesh without a model, or of one that it cannot be for. TypeError:
-            it is neither of these.
+        ValueError: there is no Doge model in it; cp_mesh without a model, or of one that it cannot be for.
+        TypeError: it is neither of these.
     """
     if cp_mesh is not None and not isinstance(model_or_class, nn.Module):
         raise ValueError("cp_mesh needs a model, model_or_class: processes split the sequences of certain models")
@@ -87,7 +87,7 @@ def disable(model_or_class: nn.Module | type[DogePreTrainedModel] | None = None)
     had before ("eager" if it had none other).
 
     Raises:
-        As `enable`.
+        TypeError, ValueError: as in `enable`.
     """
     if model_or_class is None or isinstance(model_or_class, type):
         _enabled_configs.discard(_config_class(model_or_class))

@@ -122,7 +122,7 @@ def block_smooth(attention_mask: Tensor, key_len: int, block_size: int) -> Tenso
     Raises:
         TypeError: attention_mask is not a tensor, a number not an int.
         ValueError: attention_mask is not bool, a scalar or an expanded view, key_len not within [0, Sk], block_size
-        below 1.
+            below 1.
     """
     check_tensor("attention_mask", attention_mask)
     _check_bool_dtype(attention_mask)
