@@ -35,8 +35,8 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
-.PHONY: help setup library build run test test-cpp test-python test-sanitize fuzz lint format bench check-neon check-sm80 \
-        check-wheel docs clean
+.PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench \
+        check-neon check-sm80 check-wheel docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -55,13 +55,16 @@ build: library  ## build everything, tests included
 run: library  ## train a small language model and let it write (ARGS="--help")
 	@$(PY) examples/train_language_model.py $(ARGS)
 
-test: lint test-cpp test-python  ## all that this machine can test
+test: lint test-cpp test-python test-notebooks  ## all that this machine can test
 
 test-cpp: build  ## the C++ tests
 	@ctest --preset $(PRESET)
 
 test-python: library  ## the Python tests, also on the GPU if there is one (ARGS="-k name"; ARGS="-n 0": one process)
 	@$(PY) -m pytest tests -n 2 --dist loadfile $(ARGS)
+
+test-notebooks: library  ## run the notebooks of docs/
+	@$(PY) -m pytest --nbmake docs/notebooks --quiet
 
 test-sanitize: setup  ## C++ tests under AddressSanitizer and UBSan; GPU tests, if there is one, under compute-sanitizer
 	@$(CONFIGURE) --preset sanitize
