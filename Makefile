@@ -36,7 +36,7 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
 .PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench \
-        check-neon check-sm80 check-wheel docs clean
+        check-neon check-sm80 check-wheel docs release-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -83,11 +83,12 @@ fuzz:  ## explore arguments and calls of the C++ library with libFuzzer (RUNS="1
 	@build/fuzz/tests/cpp/fuzz_attention -runs=$(word 2,$(RUNS)) -max_len=64 -print_final_stats=1 \
 	    build/fuzz/found/attention
 
-lint: setup  ## check formatting, style and that no include goes up the layers
+lint: setup  ## check formatting, style, that no include goes up the layers and that versions agree
 	@clang-format --dry-run --Werror $(CPP_FILES)
 	@ruff check --quiet .
 	@ruff format --check --quiet .
 	@$(PY) tools/check_layers.py
+	@$(PY) tools/check_versions.py
 
 format: setup  ## format C++ and Python, fix what ruff can fix
 	@clang-format -i $(CPP_FILES)
@@ -117,6 +118,10 @@ docs:  ## build the documentation site into build/site, every warning an error; 
 	@tools/setup.sh docs
 	@PATH=$(CURDIR)/.venv-docs/bin:$$PATH NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@echo "python3 -m http.server --directory build/site 8000: search works on a served site only"
+
+release-check:  ## all that a release has to pass (CONTRIBUTING.md): dates, a clean tree, everything that CI runs
+	@python3 tools/check_versions.py --release
+	@.ci/run
 
 clean:  ## remove what was built, not .venv and .venv-docs
 	rm -rf build python/flash_dmattn/_C
