@@ -28,6 +28,8 @@ def disagreements() -> list[str]:
         (version, find(r"^## \[([0-9.]+)\]", "CHANGELOG.md"), "the version in CMakeLists.txt and CHANGELOG.md"),
         (version, find(r"^version: ([0-9.]+)", "CITATION.cff"), "the version in CMakeLists.txt and CITATION.cff"),
     ]
+    parts = [find(rf"VERSION_{part} (\d+)$", "include/flash_dmattn/version.h") for part in ("MAJOR", "MINOR", "PATCH")]
+    pairs.append((version, ".".join(parts), "the version in CMakeLists.txt and version.h"))
     for tool, repository in (("ruff", "ruff-pre-commit"), ("clang-format", "mirrors-clang-format")):
         pin = find(rf"^{tool}==(\S+)", "requirements-dev.txt")
         revision = find(rf"{repository}\n\s+rev: v(\S+)", ".pre-commit-config.yaml")

@@ -10,11 +10,12 @@
 #include <optional>
 
 #include "flash_dmattn/executor.h"
+#include "flash_dmattn/export.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
 #include "flash_dmattn/tensor.h"
 
-namespace flash_dmattn {
+namespace FLASH_DMATTN_API flash_dmattn {
 
 // What make_attention_plan wrote, of one Visibility. It holds no pointers: it may be copied and moved.
 struct AttentionPlan {
@@ -168,4 +169,4 @@ Status attention_forward(const AttentionInputs&, const AttentionOptions&, const 
 Status attention_backward(const AttentionInputs&, const AttentionCotangents&, const AttentionOptions&,
                           const AttentionGradients&, const AttentionContext& = {});
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

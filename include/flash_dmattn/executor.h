@@ -4,7 +4,9 @@
 
 #include <functional>
 
-namespace flash_dmattn {
+#include "flash_dmattn/export.h"
+
+namespace FLASH_DMATTN_API flash_dmattn {
 
 class Executor {
  public:
@@ -34,4 +36,4 @@ struct Device {
   bool is_cuda() const { return kind == Kind::kCuda; }
 };
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

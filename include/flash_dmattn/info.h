@@ -4,7 +4,9 @@
 #include <string>
 #include <vector>
 
-namespace flash_dmattn {
+#include "flash_dmattn/export.h"
+
+namespace FLASH_DMATTN_API flash_dmattn {
 
 struct CpuInfo {
   // Instruction set that runs each dtype's kernels: "avx512", "avx2", "neon", "baseline", for bfloat16
@@ -28,4 +30,4 @@ CudaInfo cuda_info();   // touches neither driver nor GPU
 // "none".
 std::string cuda_kernels(int major, int minor);
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

@@ -9,11 +9,12 @@
 
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/executor.h"
+#include "flash_dmattn/export.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
 #include "flash_dmattn/tensor.h"
 
-namespace flash_dmattn {
+namespace FLASH_DMATTN_API flash_dmattn {
 
 // The plan of a forward call.
 struct PlanReport {
@@ -75,4 +76,4 @@ Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals
 Status mask_intervals(const TensorView& mask, bool is_causal, const KeyIntervals& intervals, bool* exact,
                       const SelectionContext& = {});
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

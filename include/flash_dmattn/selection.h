@@ -7,10 +7,11 @@
 #include <cstdint>
 
 #include "flash_dmattn/executor.h"
+#include "flash_dmattn/export.h"
 #include "flash_dmattn/status.h"
 #include "flash_dmattn/tensor.h"
 
-namespace flash_dmattn {
+namespace FLASH_DMATTN_API flash_dmattn {
 
 // Key j is visible to the query rows begin[j] <= row < end[j], which are numbered 0 to Sq whatever the
 // alignment of the causal rule. Values outside of that are clamped; an empty interval hides the key.
@@ -79,4 +80,4 @@ Status select_keys(const SelectionInputs&, const SelectionOptions&, const KeyInt
 Status document_intervals(const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k, std::int64_t seqlen_q,
                           bool is_causal, const KeyIntervals& intervals);
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

@@ -4,7 +4,9 @@
 #include <string>
 #include <utility>
 
-namespace flash_dmattn {
+#include "flash_dmattn/export.h"
+
+namespace FLASH_DMATTN_API flash_dmattn {
 
 // Ok, or which argument broke which rule and the values seen.
 class [[nodiscard]] Status {
@@ -41,4 +43,4 @@ class [[nodiscard]] Status {
   bool is_failure_ = false;
 };
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

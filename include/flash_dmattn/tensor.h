@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace flash_dmattn {
+#include "flash_dmattn/export.h"
+
+namespace FLASH_DMATTN_API flash_dmattn {
 
 enum class DType : std::uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kBool, kInt32 };
 
@@ -63,4 +65,4 @@ TensorView contiguous_view(const void* data, DType dtype, Sizes... sizes) {
   return view;
 }
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

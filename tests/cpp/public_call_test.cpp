@@ -13,8 +13,10 @@
 #include "attention_testing.h"
 #include "core/thread_pool.h"
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/info.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
+#include "flash_dmattn/version.h"
 
 namespace {
 
@@ -247,6 +249,13 @@ TEST(PublicCalls, ReportWhatAnExecutorThrows) {
   const Status status = attention_forward(e.call.inputs(), {}, e.call.outputs(), {.executor = &broken});
   EXPECT_TRUE(status.is_failure());
   EXPECT_EQ(status.message(), "call failed: no threads today");
+}
+
+TEST(PublicCalls, HeadersAndLibraryAreOfOneVersion) {
+  EXPECT_EQ(std::to_string(FLASH_DMATTN_VERSION_MAJOR) + "." + std::to_string(FLASH_DMATTN_VERSION_MINOR) + "." +
+                std::to_string(FLASH_DMATTN_VERSION_PATCH),
+            version());
+  static_assert(FLASH_DMATTN_VERSION_NUMBER >= 20000);
 }
 
 }  // namespace
