@@ -36,7 +36,7 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
 .PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench \
-        check-neon check-sm80 check-wheel docs release-check clean
+        check-neon check-sm80 check-wheel check-types docs release-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -113,6 +113,10 @@ check-wheel: setup  ## build the wheel as `pip install .` does, install it into 
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation $(WHEEL_FLAGS) --wheel-dir build/wheel .
 	@$(PY) -m pip install --quiet --no-deps --target build/wheel/site build/wheel/flash_dmattn-*.whl
 	@cd build/wheel && PYTHONPATH=site $(PY) -m flash_dmattn info
+
+check-types: setup  ## what mypy and pyright, both strict, say of a client of the package
+	@MYPYPATH=python $(PY) -m mypy --strict --follow-imports=silent --cache-dir build/mypy tests/typing/client.py
+	@basedpyright --project tests/typing --pythonpath $(PY)
 
 docs:  ## build the documentation site into build/site, every warning an error; needs no build of the library
 	@tools/setup.sh docs

@@ -7,7 +7,7 @@ masks of keys and blocks, and of `KeyIndices`, lists of keys per query, as far a
 the names of the original package.
 """
 
-from ._library import cpu_info
+from ._library import cpu_info as _cpu_info
 from .flash_dmattn_interface import (
     CPU_AVAILABLE,
     CUDA_AVAILABLE,
@@ -26,7 +26,7 @@ from .prepared import PreparedMask, prepare_mask
 from .selection import KeyIntervals, select_keys
 from .varlen import flash_dmattn_varlen_func, varlen_attention
 
-__version__ = cpu_info().version
+__version__ = _cpu_info().version
 
 __all__ = [
     "CPU_AVAILABLE",
@@ -50,3 +50,9 @@ __all__ = [
     "triton_dmattn_func",
     "varlen_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    """What completion offers: the public names, and the public packages that were imported."""
+    packages = [name for name in ("distributed", "integrations", "utils") if name in globals()]
+    return sorted([*__all__, *packages, "__version__"])

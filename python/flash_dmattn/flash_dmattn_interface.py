@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 from collections.abc import Callable
+from typing import Literal, overload
 
 from torch import Tensor
 
@@ -24,6 +25,51 @@ flex_dmattn_func = _flex_dmattn_func if FLEX_AVAILABLE else None
 _KNOWN_BACKENDS = ("cuda", "cpu", "triton", "flex")
 
 
+@overload
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    attn_bias: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    *,
+    return_attn_probs: Literal[True],
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    attn_bias: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: Literal[False] | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> Tensor: ...
+@overload
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    attn_bias: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    *,
+    return_attn_probs: bool,
+    softmax_scale: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,

@@ -1,5 +1,7 @@
 """The library's own surface: exact attention over the keys that each query sees."""
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,51 @@ from ._visibility import Visibility
 from .prepared import Mask, check_mask, visibility_of
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
+    seqlens_k: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
+    seqlens_k: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
+    seqlens_k: Tensor | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -87,6 +134,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
 def dynamic_mask_attention(
     query: Tensor,
     key: Tensor,
@@ -97,7 +145,60 @@ def dynamic_mask_attention(
     scores: Tensor | None = None,
     sink: Tensor | None = None,
     is_causal: bool = True,
-    selection: str = "causal",
+    selection: Literal["causal", "per_key"] = "causal",
+    key_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    window_size: int,
+    *,
+    scores: Tensor | None = None,
+    is_causal: bool = True,
+    selection: Literal["causal", "per_key"] = "causal",
+    key_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    window_size: int,
+    *,
+    scores: Tensor | None = None,
+    is_causal: bool = True,
+    selection: Literal["causal", "per_key"] = "causal",
+    key_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    window_size: int,
+    *,
+    scores: Tensor | None = None,
+    is_causal: bool = True,
+    selection: Literal["causal", "per_key"] = "causal",
     key_mask: Tensor | None = None,
     seqlens_k: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
