@@ -1,4 +1,4 @@
-"""A client of the package as its users write them. `make check-types` looks at it with mypy and pyright, both strict, and
+"""A client of the package as its users write them. `make check-types` looks at it with mypy and pyright, strict, and
 nothing runs it."""
 
 from typing import assert_type
