@@ -163,3 +163,16 @@ def test_messages_are_those_of_the_sources() -> None:
         for part in message.split("…"):
             words = re.sub(r"; got.*", "", part).strip()
             assert words in text, message
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"), [("README.md", "How fast"), ("docs/performance.md", "Below which density")]
+)
+def test_figures_are_those_of_the_benchmarks(page: str, heading: str) -> None:
+    """A page that quotes a time or a ratio quotes docs/benchmarks.md."""
+    section = re.search(rf"^## {heading}.*?(?=^## )", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)[0]
+    tables = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    figures = set(re.findall(r"\d+\.\d+", tables))
+    assert len(figures) >= 4
+    known = set(re.findall(r"\d+\.\d+", (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert figures <= known, figures - known
