@@ -1,4 +1,4 @@
-"""Models of Transformers that need more than attention: what their masks must be, and which of them are refused.
+"""Models of Transformers that do more with a mask than hand it to attention: what their masks must be.
 
 A mask function is told the configuration only, so models are known by the name of their configuration class.
 """
@@ -13,23 +13,24 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# Configurations of models that give attention a list of keys for every query: the keyword that they do it with, and
-# the kind of layer in config.layer_types that does it (None: all layers).
-_LISTS_OF_KEYS = {
-    "AXK2Config": ("indices", None),
-    "DeepseekV32Config": ("indices", None),
-    "Dots3NoteTextConfig": ("indices", "indexed_attention"),
-    "GlmMoeDsaConfig": ("indices", None),
-    "HYV4Config": ("indices", None),
-    "MiniMaxM3VLTextConfig": ("block_indices", "minimax_m3_sparse"),
-    "MistralLarge4TextConfig": ("indices", None),
-}
-
 # Configurations of models that read or edit the mask as a bool one, as Transformers makes it for its sdpa attention.
 _READ_BOOL = {"NemotronAsrStreamingEncoderConfig", "Qwen4ExpTextConfig", "T5Gemma2DecoderConfig"}
 
+# Those that choose the keys of every query by scores of their own, in which they hide what a bool mask hides: with it
+# only, as they hand attention the indices of keys and never -1. They do so in layers of the kind in config.layer_types
+# (None: in all), which have no window.
+_INDEXERS_READ_BOOL = {
+    "AXK2Config": None,
+    "DeepseekV32Config": None,
+    "Dots3NoteTextConfig": "indexed_attention",
+    "GlmMoeDsaConfig": None,
+    "HYV4Config": None,
+    "MistralLarge4TextConfig": None,
+}
+
 # Those that add the mask to scores of their own, append to it or reshape it, which works with the mask of numbers only
-# that Transformers makes for its eager attention.
+# that Transformers makes for its eager attention. (DeepSeek-V4 appends 0 for keys that are seen and -inf for others,
+# cast to the mask's dtype: to a bool mask it would append the opposite of what it means.)
 _ADD_NUMBERS = {
     "BeitConfig",
     "BigBirdPegasusConfig",
@@ -44,19 +45,11 @@ _ADD_NUMBERS = {
 _NOT_CAUSAL_WITHOUT_MASK = {"NllbMoeConfig", "PegasusXConfig"}
 
 
-def refuse_lists_of_keys(config: PreTrainedConfig | None) -> None:
-    """Raises a ValueError for models that select keys by lists, which attention would have to read."""
-    keyword, layer_type = _LISTS_OF_KEYS.get(type(config).__name__, (None, None))
-    if keyword is None or (layer_type is not None and layer_type not in config.layer_types):
-        return
-    raise ValueError(
-        f"model {config.model_type} hands attention the keys that each query sees as {keyword}, which is not "
-        "supported: use attn_implementation='eager' or 'sdpa' for it"
-    )
-
-
-def dense_mask_form(config: PreTrainedConfig | None) -> str | None:
+def dense_mask_form(config: PreTrainedConfig | None, has_window: bool = False) -> str | None:
     """What a model needs that does more with its mask than hand it on: "bool" or "numbers", 4-D; None for all others.
+
+    Args:
+        has_window: the mask is that of layers with a sliding window.
 
     A model whose attention never asks AttentionInterface adds the mask to its scores itself, hence needs numbers; it
     runs as with its eager attention, with one warning.
@@ -64,6 +57,9 @@ def dense_mask_form(config: PreTrainedConfig | None) -> str | None:
     name = type(config).__name__
     if name in _READ_BOOL:
         return "bool"
+    if name in _INDEXERS_READ_BOOL and not has_window:
+        layer_type = _INDEXERS_READ_BOOL[name]
+        return "bool" if layer_type is None or layer_type in config.layer_types else None
     if name in _ADD_NUMBERS:
         return "numbers"
     if _attends_by_itself(_modeling_module(config)):

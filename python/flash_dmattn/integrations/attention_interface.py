@@ -21,6 +21,7 @@ from ..functional import attention
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals
 from ._inputs import cast_inputs, equal_head_dims, model_dtype, refuse_unknown, refuse_unsupported
+from ._lists import lists_of_keys, within_mask
 from ._masks import (
     check_packed,
     is_row_intervals,
@@ -29,7 +30,7 @@ from ._masks import (
     row_intervals,
     within_documents,
 )
-from ._models import dense_mask_form, needs_causal_mask, refuse_lists_of_keys
+from ._models import dense_mask_form, needs_causal_mask
 
 NAME = "dmattn"
 
@@ -60,6 +61,8 @@ def dmattn_attention_forward(
     deterministic: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """What Transformers' AttentionInterface calls in every layer.
@@ -82,14 +85,19 @@ def dmattn_attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: int (documents + 1), where the documents that are packed into one sequence begin
             and the last ends. Rows see keys of their own only, whatever the mask says; without a mask the causal rule
             and the window are those of each document. Contents are clamped and never read by the host.
+        indices: the keys that each row sees, int32 or int64 (B or 1, Sq, n), in any order. What mask, window, documents
+            or the causal rule hide of them stays hidden, and is not computed.
+        block_indices: the same as blocks of module.indexer.block_size keys (B or 1, heads, Sq, n), -1 for none; heads
+            divide H.
         **kwargs: what changes nothing here, `_inputs.HARMLESS`, and others that are None or False.
 
     Returns:
         (out (B, Sq, H, Dv), None).
 
     Raises:
-        ValueError: dropout, head_mask, a keyword that is not known, two kinds of sinks, a mask of another form,
-            documents in several sequences, with keys of a cache or without one of the bounds, and as `attention`.
+        ValueError: dropout, head_mask, a keyword that is not known, two kinds of sinks or lists, a mask or lists of
+            another form, documents in several sequences, with keys of a cache or without one of the bounds, and as
+            `attention`.
     """
     refuse_unsupported(dropout, kwargs)
     refuse_unknown(kwargs)
@@ -121,6 +129,9 @@ def dmattn_attention_forward(
             device=query.device,
         )
         mask, is_causal = within_documents(documents, mask, rows), False
+    lists = lists_of_keys(module, query, key, indices, block_indices)
+    if lists is not None:
+        mask = within_mask(lists, mask, rows, key.shape[2])
 
     value_dim = value.shape[3]
     query, key, value, scaling = equal_head_dims(query, key, value, scaling)
@@ -206,12 +217,9 @@ def dmattn_mask(
     Returns:
         None; int32 (B or 1, 1, 2, kv_length), the rows that see each key; bool (B, 1, q_length, kv_length); or, for
         models that need it, numbers (B, 1, q_length, kv_length), which are added to the scores.
-
-    Raises:
-        ValueError: models that select keys by lists.
     """
-    refuse_lists_of_keys(config)
-    form, pattern = dense_mask_form(config), _pattern_of(mask_function)
+    pattern = _pattern_of(mask_function)
+    form = dense_mask_form(config, has_window=pattern is not None and pattern.left is not None)
     if form is not None or pattern is None:
         arguments = {
             "batch_size": batch_size,
