@@ -4,7 +4,6 @@ hand to attention."""
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import re
 from pathlib import Path
@@ -13,141 +12,40 @@ import pytest
 import torch
 import transformers
 from flash_dmattn.integrations._inputs import HARMLESS
-from flash_dmattn.integrations._models import _LISTS_OF_KEYS
 from flash_dmattn.integrations.attention_interface import dmattn_attention_forward
 from packed import document_mask
+from tiny_models import (
+    DEEPSEEK_V4,
+    HEADS,
+    LENGTH,
+    PADDING,
+    PADDING_RIGHT,
+    SIZES,
+    VOCABULARY,
+    tiny,
+    tokens,
+    with_attention,
+)
 from torch import Tensor, nn
 
-VOCABULARY, LENGTH = 60, 19
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-HEADS = {"num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
-LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
-INDEXER = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
-DEEPSEEK = SIZES | LATENT | EXPERTS | INDEXER | {"q_lora_rank": 16}
-BLOCKS = {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 1, "rotary_dim": 4}
-MINIMAX = SIZES | HEADS | BLOCKS | {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 48}
 T5GEMMA2 = SIZES | HEADS | {"sliding_window": 7, "query_pre_attn_scalar": 8}
 BART = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 BART |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
 BART |= {f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")}
 
 
-def tiny(kind: str, settings: dict[str, object]) -> transformers.PreTrainedModel:
-    """A model class of Transformers, if this version has it, with random weights and eager attention."""
-    model_class = getattr(transformers, kind, None)
-    if model_class is None:
-        pytest.skip(f"Transformers {transformers.__version__} has no {kind}")
-    torch.manual_seed(0)
-    config = model_class.config_class(**settings)
-    model = model_class._from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 or "sinks" in name:  # far enough from 0 that attention matters
-            nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def with_dmattn(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """A copy of it. `set_attn_implementation` leaves models alone that compute attention themselves; `from_pretrained`
-    does not."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        if hasattr(getattr(module, "config", None), "_attn_implementation"):
-            module.config._attn_implementation = "dmattn"
-    return model
-
-
-def tokens(length: int = LENGTH) -> Tensor:
-    return torch.randint(3, VOCABULARY, (2, length))
-
-
-PADDING = torch.ones(2, LENGTH, dtype=torch.long)
-PADDING[1, :5] = 0
-PADDING_RIGHT = PADDING.flip(1)
-
-
 def assert_equals_eager(eager: transformers.PreTrainedModel, inputs: dict[str, Tensor], real: Tensor | None) -> None:
     with torch.no_grad():
-        expected, got = (model(**inputs)[0] for model in (eager, with_dmattn(eager)))
+        expected, got = (model(**inputs)[0] for model in (eager, with_attention(eager)))
     real = torch.ones(expected.shape[:2], dtype=torch.bool) if real is None else real.bool()
     torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-
-
-# ---- Models that select keys by lists
-
-WITH_LISTS = {
-    "AXK2Config": ("AXK2ForCausalLM", "axk2", DEEPSEEK),
-    "DeepseekV32Config": ("DeepseekV32ForCausalLM", "deepseek_v32", DEEPSEEK),
-    "Dots3NoteTextConfig": ("Dots3NoteTextModel", "dots3_note_text", DEEPSEEK),
-    "GlmMoeDsaConfig": ("GlmMoeDsaForCausalLM", "glm_moe_dsa", DEEPSEEK),
-    "HYV4Config": ("HYV4ForCausalLM", "hy_v4", DEEPSEEK),
-    "MiniMaxM3VLTextConfig": (
-        "MiniMaxM3VLTextModel",
-        "minimax_m3_vl_text",
-        MINIMAX | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    ),
-    "MistralLarge4TextConfig": ("MistralLarge4TextModel", "mistral_large4_text", DEEPSEEK),
-}
-
-
-def test_all_models_that_select_by_lists_are_tried() -> None:
-    assert set(WITH_LISTS) == set(_LISTS_OF_KEYS)
-
-
-@pytest.mark.parametrize("config", WITH_LISTS)
-def test_models_that_select_by_lists_are_refused(config: str) -> None:
-    kind, name, settings = WITH_LISTS[config]
-    eager = tiny(kind, settings)
-    eager(tokens())  # the model itself works
-    ours = with_dmattn(eager)
-    message = f"model {name} hands attention the keys that each query sees as {_LISTS_OF_KEYS[config][0]}"
-    for inputs in ({}, {"attention_mask": PADDING}):
-        with pytest.raises(ValueError, match=message):
-            ours(tokens(), **inputs)
-
-
-def test_lists_are_refused_behind_masks_of_users() -> None:
-    """Masks with four dimensions never ask the mask function."""
-    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    for config in ("DeepseekV32Config", "MiniMaxM3VLTextConfig"):
-        kind, _, settings = WITH_LISTS[config]
-        with pytest.raises(
-            ValueError, match=f"^{_LISTS_OF_KEYS[config][0]} is a keyword that flash_dmattn does not know"
-        ):
-            with_dmattn(tiny(kind, settings))(tokens(), attention_mask=mask)
-
-
-def test_such_models_without_layers_that_select_run() -> None:
-    eager = tiny("MiniMaxM3VLTextModel", MINIMAX | {"layer_types": ["full_attention"] * 2})
-    assert_equals_eager(eager, {"input_ids": tokens(), "attention_mask": PADDING}, PADDING)
 
 
 # ---- Models that read or edit masks, or compute attention themselves
 
 DECODERS = {
     "BloomForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "DeepseekV4ForCausalLM": SIZES
-    | {"head_dim": 8, "qk_rope_head_dim": 4, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "sliding_window": 7}
-    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "index_head_dim": 8}
-    | {
-        "index_n_heads": 2,
-        "index_topk": 2,
-        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
-    }
-    | {
-        "mlp_layer_types": ["moe", "moe"],
-        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 6},
-    },
+    "DeepseekV4ForCausalLM": DEEPSEEK_V4,
     "FalconForCausalLM": {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -255,7 +153,7 @@ def attend(**keywords: object) -> Tensor:
 
 @pytest.mark.parametrize(
     "keywords",
-    [{"indices": torch.zeros(1, 12, 4)}, {"block_indices": torch.zeros(1)}, {"attention_bias": torch.zeros(1)}]
+    [{"topk_indices": torch.zeros(1, 12, 4)}, {"block_mask": torch.zeros(1)}, {"attention_bias": torch.zeros(1)}]
     + [{"causal": 1}, {"cache": object()}, {"sink_tokens": 0}],
     ids=lambda keywords: next(iter(keywords)),
 )
@@ -344,8 +242,7 @@ def keywords_of_models() -> dict[str, str]:
 
 def test_all_keywords_of_transformers_models_are_known() -> None:
     """New ones have to be honoured, found harmless, or refused by name."""
-    refused = {keyword for keyword, _ in _LISTS_OF_KEYS.values()}
-    known = {*inspect.signature(dmattn_attention_forward).parameters, *HARMLESS, *refused}
+    known = {*inspect.signature(dmattn_attention_forward).parameters, *HARMLESS}
     found = keywords_of_models()
-    assert {"scaling", "dropout", "sliding_window", "s_aux", "position_bias", "softcap"} <= set(found)
+    assert {"scaling", "dropout", "sliding_window", "s_aux", "position_bias", "indices", "block_indices"} <= set(found)
     assert {name: file for name, file in found.items() if name not in known} == {}
