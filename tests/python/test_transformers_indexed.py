@@ -79,7 +79,7 @@ def prompt(length: int = LENGTH) -> Tensor:
 
 
 def assert_close(got: Tensor, expected: Tensor, name: str) -> None:
-    tolerance = 1e-4 * max(float(expected.abs().max()), 1e-3)
+    tolerance = 1e-4 * max(float(expected.detach().abs().max()), 1e-3)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=tolerance, msg=lambda text: f"{name}: {text}")
 
 
