@@ -58,6 +58,8 @@ MODELS = {
         "MistralLarge4ForConditionalGeneration",
         {"text_config": DEEPSEEK | SHARED, "vision_config": VISION, "image_token_index": 3},
     ),
+    # More entries than a row has keys: those of padding and of slots that are empty are listed while tokens are made.
+    "deepseek_v32, long lists": ("DeepseekV32ForCausalLM", DEEPSEEK | {"index_topk": 18}),
     "deepseek_v4": ("DeepseekV4ForCausalLM", DEEPSEEK_V4),  # no lists: it appends to its mask
 }
 WITH_LISTS = [name for name in MODELS if name != "deepseek_v4"]
@@ -194,7 +196,8 @@ def test_attention_gets_lists(name: str, padded: str, calls: list) -> None:
         assert isinstance(mask, KeyIndices)
         blocks = name.startswith("minimax")
         assert mask.block_size == (4 if blocks else 1)
-        assert mask.shape[1:] == ((2 if blocks else 1), LENGTH if layer < layers else 1, 2 if blocks else 4)
+        entries = config.index_topk_blocks if blocks else config.index_topk
+        assert mask.shape[1:] == ((2 if blocks else 1), LENGTH if layer < layers else 1, entries)
         # The causal rule and padding are intervals, or bools of keys.
         if layer < layers:
             assert isinstance(mask.intervals, KeyIntervals) or (padded == "plain" and arguments["is_causal"])

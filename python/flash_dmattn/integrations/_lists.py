@@ -83,7 +83,7 @@ def _shown_keys(lists: KeyIndices, mask: Tensor) -> KeyIndices:
     """The listed keys one by one, without those that a mask (B or 1, heads, Sq, Sk) hides: n * block_size for a row."""
     keys = mask.shape[3]
     begin = lists.indices.long()[..., None] * lists.block_size
-    # A block is no longer than the keys. Keys that do not exist name none, whatever the mask shows in their place.
-    key = torch.where(begin < 0, -1, begin + torch.arange(min(lists.block_size, keys), device=begin.device)).flatten(3)
+    # A block is no longer than the keys. What lies outside of them names none, whatever the mask shows in its place.
+    key = (begin + torch.arange(min(lists.block_size, keys), device=begin.device)).flatten(3)
     shown = torch.take_along_dim(mask, key.clamp(0, keys - 1), 3)
     return KeyIndices(torch.where(shown, key, -1))
