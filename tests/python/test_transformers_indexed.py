@@ -181,7 +181,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, dict[str, objec
 @pytest.mark.parametrize("padded", PADDED)
 @pytest.mark.parametrize("name", WITH_LISTS)
 def test_attention_gets_lists(name: str, padded: str, calls: list) -> None:
-    model = with_attention(model_of(name))
+    model = with_attention(model_of(name), "eager")
+    model.set_attn_implementation("dmattn")
     config = model.config.get_text_config()
     with torch.no_grad():
         outputs = model(prompt(), attention_mask=PADDED[padded])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +61,7 @@ def within_mask(
     """The listed keys that the mask shows, too. Nothing of the size Sq * Sk is made.
 
     Args:
+        lists: what `lists_of_keys` returned, which holds indices and nothing else.
         mask: bool (B or 1, heads, Sq or 1, Sk or 1), intervals, either of them prepared, or None.
         rows, keys: Sq and Sk.
     """
@@ -67,7 +70,7 @@ def within_mask(
     if isinstance(mask, PreparedMask):
         mask = mask.held
     if 1 < lists.shape[1] < mask.shape[1]:
-        lists = KeyIndices(lists.indices.repeat_interleave(mask.shape[1] // lists.shape[1], 1), lists.block_size)
+        lists = replace(lists, indices=lists.indices.repeat_interleave(mask.shape[1] // lists.shape[1], 1))
     if isinstance(mask, KeyIntervals):
         return lists.intersection(mask)
     if mask.shape[2] not in (1, rows) or mask.shape[3] not in (1, keys):

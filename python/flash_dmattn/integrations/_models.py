@@ -16,9 +16,8 @@ logger = logging.get_logger(__name__)
 # Configurations of models that read or edit the mask as a bool one, as Transformers makes it for its sdpa attention.
 _READ_BOOL = {"NemotronAsrStreamingEncoderConfig", "Qwen4ExpTextConfig", "T5Gemma2DecoderConfig"}
 
-# Those that choose the keys of every query by scores of their own, in which they hide what a bool mask hides: with it
-# only, as they hand attention the indices of keys and never -1. They do so in layers of the kind in config.layer_types
-# (None: in all), which have no window.
+# Those that choose the keys of every query by scores of their own, and need a bool mask to hide some of these, in every
+# forward; in layers of this kind in config.layer_types (None: in all), which have no window.
 _INDEXERS_READ_BOOL = {
     "AXK2Config": None,
     "DeepseekV32Config": None,
