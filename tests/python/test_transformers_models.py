@@ -244,5 +244,5 @@ def test_all_keywords_of_transformers_models_are_known() -> None:
     """New ones have to be honoured, found harmless, or refused by name."""
     known = {*inspect.signature(dmattn_attention_forward).parameters, *HARMLESS}
     found = keywords_of_models()
-    assert {"scaling", "dropout", "sliding_window", "s_aux", "position_bias", "indices", "block_indices"} <= set(found)
+    assert {"scaling", "dropout", "sliding_window", "s_aux", "position_bias", "softcap"} <= set(found)
     assert {name: file for name, file in found.items() if name not in known} == {}
