@@ -63,10 +63,8 @@ Call reference_of(const Call& call) {
 }
 
 double typical_size_of(const std::string& name, const Call& call) {
-  if (name == "dsink") return kTypicalSummand * std::sqrt(static_cast<double>(call.lse.count() / call.sink.count()));
-  if (name != "dbias") return kTypicalSize;
-  const double scores = static_cast<double>(call.lse.count()) * static_cast<double>(call.key.shape()[1]);
-  return kTypicalSummand * std::sqrt(scores / static_cast<double>(std::max<std::size_t>(call.bias.count(), 1)));
+  const double summands = testing::summands_of(name, call);
+  return summands > 1 ? kTypicalSummand * std::sqrt(summands) : kTypicalSize;
 }
 
 void expect_results_close(const Call& got, const Call& expected) {

@@ -337,6 +337,16 @@ struct Call {
   }
 };
 
+// Scores, or rows of a sink, that an element of a gradient is summed over: most of it cancels.
+inline double summands_of(const std::string& name, const Call& call) {
+  const double rows = static_cast<double>(call.lse.count());
+  const auto per_element = [](double count, const Tensor& tensor) {
+    return count / static_cast<double>(std::max<std::size_t>(tensor.count(), 1));
+  };
+  if (name == "dsink") return per_element(rows, call.sink);
+  return name == "dbias" ? per_element(rows * static_cast<double>(call.key.shape()[1]), call.bias) : 1;
+}
+
 inline void expect_same_bytes(const Call& left, const Call& right) {
   const auto a = left.results(), b = right.results();
   for (std::size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i].second->bytes(), b[i].second->bytes()) << a[i].first;

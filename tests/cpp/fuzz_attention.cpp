@@ -20,9 +20,9 @@ namespace {
 void require(bool condition, const std::string& what, const Variant& variant) {
   if (condition) return;
   const Shape& s = variant.shape;
-  std::fprintf(stderr, "%s: B %d, Sq %d, Sk %d, H %d, Hkv %d, D %d\n", what.c_str(), static_cast<int>(s.batch),
+  std::fprintf(stderr, "%s: B %d, Sq %d, Sk %d, H %d, Hkv %d, D %d, Dv %d\n", what.c_str(), static_cast<int>(s.batch),
                static_cast<int>(s.rows), static_cast<int>(s.keys), static_cast<int>(s.heads),
-               static_cast<int>(s.key_heads), static_cast<int>(s.head_dim));
+               static_cast<int>(s.key_heads), static_cast<int>(s.head_dim), static_cast<int>(s.value_dim));
   std::abort();
 }
 
@@ -57,12 +57,15 @@ Variant make_variant(Decisions& decisions) {
   s.key_heads = chosen({1, 2});
   s.heads = s.key_heads * chosen({1, 2, 3});
   s.head_dim = chosen({1, 4, 8, 19, 32, 40});
+  s.value_dim = some() ? s.head_dim : chosen({1, 8, 24, 65});
   variant.is_causal = some();
   variant.softcap = decisions.rarely() ? 2.0 : 0.0;
   variant.density = decisions.byte() / 255.0;
   variant.mask = broadcast_shape(decisions, s);
   variant.bias = broadcast_shape(decisions, s);
   variant.float_bias = some();
+  variant.sink = some();
+  variant.float_sink = variant.sink && some();
   if (some()) {
     for (std::int64_t b = 0; b < s.batch; ++b) variant.seqlens.push_back(decisions.byte() % (s.keys + 2) - 1);
   }
@@ -87,7 +90,7 @@ void require_close(const Call& got, const Call& expected, const Variant& variant
     const Tensor &ours = *left[i].second, &reference = *right[i].second;
     // The coarser of the dtypes that it was computed in and rounded to.
     const double allowed = std::max(tolerance(got.query.dtype()), tolerance(ours.dtype()));
-    double largest = 1;
+    double largest = std::max(1.0, 0.3 * std::sqrt(summands_of(left[i].first, got)));
     for (std::size_t at = 0; at < reference.count(); ++at) {
       if (std::isfinite(reference.get(at))) largest = std::max(largest, std::fabs(reference.get(at)));
     }
