@@ -25,8 +25,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    mask: Mask | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     softcap: float = 0.0,
@@ -40,8 +41,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    mask: Mask | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     softcap: float = 0.0,
@@ -55,8 +57,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | KeyIntervals | PreparedMask | None = None,
+    mask: Mask | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     softcap: float = 0.0,
@@ -162,6 +165,7 @@ def dynamic_mask_attention(
     window_size: int,
     *,
     scores: Tensor | None = None,
+    sink: Tensor | None = None,
     is_causal: bool = True,
     selection: Literal["causal", "per_key"] = "causal",
     key_mask: Tensor | None = None,
@@ -180,6 +184,7 @@ def dynamic_mask_attention(
     window_size: int,
     *,
     scores: Tensor | None = None,
+    sink: Tensor | None = None,
     is_causal: bool = True,
     selection: Literal["causal", "per_key"] = "causal",
     key_mask: Tensor | None = None,
@@ -197,6 +202,7 @@ def dynamic_mask_attention(
     window_size: int,
     *,
     scores: Tensor | None = None,
+    sink: Tensor | None = None,
     is_causal: bool = True,
     selection: Literal["causal", "per_key"] = "causal",
     key_mask: Tensor | None = None,
@@ -253,7 +259,10 @@ def dynamic_mask_attention(
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions; got {name} {tuple(tensor.shape)}")
     _library.check_devices(
-        ("query", "key", "value", "key_bias", "scores", "sink", "key_mask", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"),
+        (
+            *("query", "key", "value", "key_bias", "scores", "sink", "key_mask", "seqlens_k"),
+            *("cu_seqlens_q", "cu_seqlens_k"),
+        ),
         (query, key, value, key_bias, scores, sink, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k),
     )
     _check_per_key("key_bias", key_bias, query, key)
