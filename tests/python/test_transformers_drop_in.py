@@ -13,7 +13,7 @@ from cases import assert_same_bits, to_device
 from cases import make_case as make_random_case
 from compare import assert_case_close
 from drop_in import attention_module
-from flash_dmattn import KeyIntervals, select_keys
+from flash_dmattn import KeyIntervals
 from flash_dmattn.integrations import _inputs, _masks
 from flash_dmattn.integrations import modeling_flash_dynamic_mask_attention_utils as modeling
 from flash_dmattn.integrations.flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
@@ -285,20 +285,6 @@ def test_documents_of_more_keys_than_a_float64_could_rank() -> None:
     got = _masks.select_within(scores, 2, growing, keys)
     assert got.begin[0, 0, -9:].tolist() == [keys - 9, keys - 8, keys - 7, keys - 6, 0, 0, 0, 0, 0]
     assert got.end[0, 0, -9:].tolist() == [keys - 7, keys - 7, keys, keys, 0, 0, 0, 0, 0]
-
-
-def test_heads_may_have_documents_of_their_own() -> None:
-    bounds = [[0, 5, 12], [0, 9, 12]]
-    end = torch.tensor([[5] * 5 + [12] * 7, [9] * 9 + [12] * 3])[None]
-    scores, seen = torch.randint(0, 4, (2, 1, 12)).float(), torch.rand(1, 2, 12) < 0.8
-    growing = _masks.GrowingMask(True, seen, None, torch.where(seen, end, 0))
-    got = _masks.select_within(scores, 3, growing, 12)
-    for head in range(2):
-        own = torch.tensor(bounds[head], dtype=torch.int32)
-        expected = select_keys(scores, 3, key_mask=seen[:, head : head + 1], cu_seqlens_q=own)
-        assert torch.equal(got.begin[:, head], expected.begin[:, 0]) and torch.equal(
-            got.end[:, head], expected.end[:, 0]
-        )
 
 
 @pytest.mark.devices("cpu")

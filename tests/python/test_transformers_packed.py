@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from doge_models import VOCABULARY, pair, tiny_doge
-from flash_dmattn.integrations import doge
+from flash_dmattn import select_keys
+from flash_dmattn.integrations import _masks, doge
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -144,3 +145,17 @@ def test_compiles_once_for_other_documents_of_the_same_total() -> None:
         torch.testing.assert_close(got, model(text, position_ids=positions, use_cache=False).logits)
         frames.append(counter.frame_count)
     assert frames[0] > 0 and frames == frames[:1] * 3
+
+
+def test_heads_may_have_documents_of_their_own() -> None:
+    bounds = [[0, 5, 12], [0, 9, 12]]
+    end = torch.tensor([[5] * 5 + [12] * 7, [9] * 9 + [12] * 3])[None]
+    scores, seen = torch.randint(0, 4, (2, 1, 12)).float(), torch.rand(1, 2, 12) < 0.8
+    growing = _masks.GrowingMask(True, seen, None, torch.where(seen, end, 0))
+    got = _masks.select_within(scores, 3, growing, 12)
+    for head in range(2):
+        own = torch.tensor(bounds[head], dtype=torch.int32)
+        expected = select_keys(scores, 3, key_mask=seen[:, head : head + 1], cu_seqlens_q=own)
+        assert torch.equal(got.begin[:, head], expected.begin[:, 0]) and torch.equal(
+            got.end[:, head], expected.end[:, 0]
+        )
