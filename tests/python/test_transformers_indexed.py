@@ -334,22 +334,36 @@ def test_lists_hide_beside_all_masks(lists: str, condition: str, rows: int) -> N
     torch.testing.assert_close(out, expected_out(scores, value, shown & visible))
 
 
-@pytest.mark.parametrize("mask", [None, HOLES[None, None]], ids=["causal", "bool"])
-def test_documents_and_sinks_beside_lists(mask: Tensor | None) -> None:
+@pytest.mark.parametrize("condition", ["causal", "bool"])
+def test_sinks_beside_lists(condition: str) -> None:
     torch.manual_seed(2)
     chosen, sinks = torch.randint(0, KEYS, (2, ROWS, 9)), torch.randn(ALL_HEADS, dtype=torch.float64)
-    visible = listed(chosen[:, None], 1) & (CAUSAL if mask is None else HOLES)
-    out, scores, value = attend(None, indices=chosen, attention_mask=mask, s_aux=sinks)
-    with_sink = torch.cat([scores.masked_fill(~visible, -torch.inf), sinks[:, None, None].expand(2, -1, ROWS, 1)], -1)
-    torch.testing.assert_close(out, with_sink.softmax(-1)[..., :-1] @ value)
+    keywords, visible = CONDITIONS[condition]
+    out, scores, value = attend(None, indices=chosen, s_aux=sinks, **keywords)
+    scores = scores.masked_fill(~(listed(chosen[:, None], 1) & visible), -torch.inf)
+    weights = torch.cat([scores, sinks[:, None, None].expand(2, -1, ROWS, 1)], -1).softmax(-1)
+    torch.testing.assert_close(out, weights[..., :-1] @ value)
 
+
+@pytest.mark.parametrize("condition", ["none", "causal", "window", "keys", "bool"])
+def test_documents_beside_lists(condition: str, calls: list) -> None:
+    """They stay intervals, whatever the mask is."""
+    torch.manual_seed(2)
+    chosen = torch.randint(0, KEYS, (1, ROWS, 9))
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(3, 1, 4, ROWS, 8, dtype=torch.float64, generator=generator)
-    packed = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS.clone()}
-    out, _ = dmattn_attention_forward(nn.Module(), *states, mask, indices=chosen[:1], **packed)
-    seen = visible[:1, :4] & (DOCUMENTS[:, None] == DOCUMENTS)
-    expected = expected_out(states[0] @ states[1].mT / 8**0.5, states[2], seen)
-    torch.testing.assert_close(out.transpose(1, 2), expected)
+    states = torch.randn(3, 1, ALL_HEADS, ROWS, 8, dtype=torch.float64, generator=generator)
+    keywords, visible = CONDITIONS[condition]
+    if condition == "keys":
+        keywords, visible = {"attention_mask": SOME[:1, None, None]}, SOME[:1, None, None]
+    bounds = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS.clone()}
+    mask = keywords.get("attention_mask")
+    flags = {name: value for name, value in keywords.items() if name != "attention_mask"}
+    out, _ = dmattn_attention_forward(nn.Module(), *states, mask, indices=chosen, **bounds, **flags)
+    seen = listed(chosen[:, None], 1) & visible & (DOCUMENTS[:, None] == DOCUMENTS)
+    torch.testing.assert_close(out.transpose(1, 2), expected_out(states[0] @ states[1].mT / 8**0.5, states[2], seen))
+    (given, _), *_ = calls
+    assert isinstance(given, KeyIndices) and given.shape == (1, 1, ROWS, 9)
+    assert given.intervals is not None and (condition == "keys") == (given.key_mask is not None)
 
 
 @pytest.mark.parametrize("mask", [None, HOLES[None, None]], ids=["causal", "bool"])

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._device_plan import MOST_DECODE_ROWS
 from .._documents import documents_of_keys
+from ..key_indices import KeyIndices
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals, select_keys
 from ..utils.mask import topk_mask
@@ -109,11 +110,13 @@ def packed_documents(
 
 
 def within_documents(
-    documents: KeyIntervals, mask: PreparedMask | KeyIntervals | Tensor | None, rows: int
-) -> KeyIntervals | Tensor:
+    documents: KeyIntervals, mask: PreparedMask | KeyIntervals | KeyIndices | Tensor | None, rows: int
+) -> KeyIntervals | KeyIndices | Tensor:
     """What both show; None shows all."""
     if mask is None:
         return documents
+    if isinstance(mask, KeyIndices):
+        return mask.intersection(documents)
     if isinstance(mask, PreparedMask):
         mask = mask.intervals if mask.kind == "intervals" else mask.dense_mask()
     if isinstance(mask, KeyIntervals):

@@ -117,6 +117,9 @@ def dmattn_attention_forward(
         mask, additive = _split_mask(attention_mask, rows)
         if additive is not None:
             position_bias = additive if position_bias is None else position_bias + additive
+    lists = lists_of_keys(module, query, key, indices, block_indices)
+    if lists is not None:
+        mask = within_mask(lists, mask, rows, key.shape[2])
     if is_packed:
         left = sliding_window - 1 if is_causal and sliding_window is not None else None
         documents = packed_documents(
@@ -129,9 +132,6 @@ def dmattn_attention_forward(
             device=query.device,
         )
         mask, is_causal = within_documents(documents, mask, rows), False
-    lists = lists_of_keys(module, query, key, indices, block_indices)
-    if lists is not None:
-        mask = within_mask(lists, mask, rows, key.shape[2])
 
     value_dim = value.shape[3]
     query, key, value, scaling = equal_head_dims(query, key, value, scaling)
