@@ -3,6 +3,7 @@
 
 #include "core/problem.h"
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/kept_keys.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
 
@@ -22,6 +23,9 @@ Status make_selection_problem(const SelectionInputs&, const SelectionOptions&, c
 
 Status make_document_problem(const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k, std::int64_t seqlen_q,
                              bool causal, const KeyIntervals& intervals, DocumentIntervalsProblem*);
+
+// Defined in validate_kept_keys.cpp.
+Status make_kept_keys_problem(const NewKeys&, const KeptKeys&, const TensorView& lists, KeptKeysProblem*);
 
 // All of it but is_causal; without the intervals for workspace queries.
 Status make_mask_intervals_problem(const TensorView& mask, const KeyIntervals*, MaskIntervalsProblem*);

@@ -147,6 +147,19 @@ struct DocumentIntervalsProblem {
   std::int32_t *begin = nullptr, *end = nullptr;  // contiguous (keys)
 };
 
+// New keys of a cache, and the best keys that are kept up to date with them.
+struct KeptKeysProblem {
+  std::int64_t batch = 0, heads = 0, window = 0, new_keys = 0;
+  DType dtype = DType::kFloat32;    // of both scores
+  std::int32_t* indices = nullptr;  // contiguous (batch, heads, window)
+  void* scores = nullptr;           // contiguous (batch, heads, window)
+  const void* new_scores = nullptr;
+  std::int64_t new_score_strides[3] = {};  // batch, head, new key; in elements
+  const std::int32_t* positions = nullptr;
+  std::int64_t positions_stride = 0;
+  std::int32_t* lists = nullptr;  // contiguous (batch, heads, new_keys, window); null: not wanted
+};
+
 // The intervals that say the same as a dense mask, if there are any.
 struct MaskIntervalsProblem {
   std::int64_t batch = 0, heads = 0, rows = 0, keys = 0;

@@ -2,6 +2,7 @@
 
 #include "cpu/backend.h"
 #include "plan/mask_intervals.h"
+#include "selection/append_kept_keys.h"
 #include "selection/select_keys.h"
 
 namespace flash_dmattn::internal::cpu {
@@ -48,6 +49,11 @@ Status select(const SelectionProblem& problem, void* workspace, const CallContex
   return {};
 }
 
+Status append(const KeptKeysProblem& problem, const CallContext& call) {
+  append_on_host(problem, call.workers());
+  return {};
+}
+
 Status find_mask_intervals(const MaskIntervalsProblem& problem, void*, const CallContext& call, bool* exact) {
   *exact = find_intervals(problem, call.workers());
   return {};
@@ -65,6 +71,7 @@ constinit const Backend kBackend = {
     .plan_chunks = write_out_chunks,
     .selection_workspace = query<selection_workspace>,
     .select_keys = select,
+    .append_kept_keys = append,
     .mask_intervals = find_mask_intervals,
 };
 
@@ -75,6 +82,7 @@ constinit const Backend kFloat64Backend = {
     .plan_report = report<plan_report_fp64>,
     .selection_workspace = query<selection_workspace>,
     .select_keys = select,
+    .append_kept_keys = append,
     .mask_intervals = find_mask_intervals,
 };
 

@@ -3,29 +3,14 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <type_traits>
 
 #include "core/arena.h"
 #include "selection/documents.h"
+#include "selection/live_key.h"
 #include "selection/rank.h"
 
 namespace flash_dmattn::internal {
 namespace {
-
-__extension__ typedef unsigned __int128 Uint128;
-
-// A live key: its rank, and below it its index, so that among equals the oldest is the lowest.
-template <typename Bits>
-using LiveKey = std::conditional_t<sizeof(Bits) == 8, Uint128, std::uint64_t>;
-
-template <typename Bits>
-LiveKey<Bits> live_key(Bits rank, std::int64_t index) {
-  return static_cast<LiveKey<Bits>>(rank) << 32 | static_cast<std::uint32_t>(index);
-}
-template <typename Live>
-std::int64_t index_of(Live key) {
-  return static_cast<std::uint32_t>(key);
-}
 
 // Replaces the lowest of a heap (std::make_heap with std::greater) by a higher one.
 template <typename Live>

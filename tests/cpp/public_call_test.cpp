@@ -14,6 +14,7 @@
 #include "core/thread_pool.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/info.h"
+#include "flash_dmattn/kept_keys.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/version.h"
@@ -75,7 +76,12 @@ struct Everything {
       : call(kVariant, dtype == DType::kFloat64 ? DType::kFloat32 : dtype),
         scores(DType::kFloat32, {2, 2, 200}),
         begin(DType::kInt32, {2, 2, 200}),
-        end(DType::kInt32, {2, 2, 200}) {
+        end(DType::kInt32, {2, 2, 200}),
+        kept_indices(DType::kInt32, {2, 2, 6000}),
+        kept_scores(DType::kFloat32, {2, 2, 6000}),
+        new_scores(DType::kFloat32, {2, 2, 3}),
+        positions(DType::kInt32, {2}),
+        lists(DType::kInt32, {2, 2, 3, 6000}) {
     if (dtype == DType::kFloat64) call = call.in_float64();
   }
 
@@ -90,6 +96,7 @@ struct Everything {
 
   Call call;
   Tensor scores, begin, end;
+  Tensor kept_indices, kept_scores, new_scores, positions, lists;
   SelectionOptions selection_options{.window_size = 8, .seqlen_q = 128, .causal = true};
 };
 
@@ -154,6 +161,11 @@ std::vector<PublicCall> public_calls() {
                    }});
   calls.push_back({"select_keys", [](const Everything& e, const AttentionContext& context) {
                      return select_keys(e.selection(), e.selection_options, e.intervals(), selection_context(context));
+                   }});
+  calls.push_back({"append_kept_keys", [](const Everything& e, const AttentionContext& context) {
+                     return append_kept_keys({e.new_scores.view(), e.positions.view()},
+                                             {e.kept_indices.view(), e.kept_scores.view()}, e.lists.view(),
+                                             selection_context(context));
                    }});
   calls.push_back({"plan_report", [](const Everything& e, const AttentionContext& context) {
                      PlanReport report;
