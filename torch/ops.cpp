@@ -1,5 +1,5 @@
 // The PyTorch operators flash_dmattn::attention_forward, attention_backward, attention_plan, select_keys,
-// mask_intervals, plan_report, plan_chunks, cpu_info, cuda_info, cuda_kernels and cuda_plan_bytes.
+// append_kept_keys, mask_intervals, plan_report, plan_chunks, cpu_info, cuda_info, cuda_kernels and cuda_plan_bytes.
 //
 // Only this folder includes torch, and of torch only the stable ABI: one binary serves every later version and
 // every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
@@ -17,6 +17,7 @@
 
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/info.h"
+#include "flash_dmattn/kept_keys.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 #include "tensors.h"
@@ -32,7 +33,9 @@ using flash_dmattn::AttentionOptions;
 using flash_dmattn::AttentionOutputs;
 using flash_dmattn::AttentionPlan;
 using flash_dmattn::DType;
+using flash_dmattn::KeptKeys;
 using flash_dmattn::KeyIntervals;
+using flash_dmattn::NewKeys;
 using flash_dmattn::PlannedChunk;
 using flash_dmattn::PlanReport;
 using flash_dmattn::SelectionContext;
@@ -245,6 +248,25 @@ std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, 
   return {begin, end};
 }
 
+// Writes to indices and scores.
+Tensor append_kept_keys(Tensor indices, Tensor scores, Tensor new_scores, Tensor positions) {
+  const CallDevice device({"indices", indices},
+                          {{"scores", scores}, {"new_scores", new_scores}, {"positions", positions}});
+  const KeptKeys kept = {.indices = view_of("indices", indices, "must be int32"),
+                         .scores = view_of("scores", scores, kFloatRule)};
+  const NewKeys new_keys = {.scores = view_of("new_scores", new_scores, "must have the dtype of scores"),
+                            .positions = view_of("positions", positions, "must be int32")};
+  // Sizes of other ranks or of too many keys are refused by the library, which looks at the lists last.
+  const auto last_size = [](const TensorView& view) { return view.shape[std::max(view.rank, 1) - 1]; };
+  const std::int64_t rows = std::min(last_size(new_keys.scores), flash_dmattn::kMaxNewKeys);
+  const std::int64_t sizes[] = {kept.indices.shape[0], kept.indices.shape[1], rows, last_size(kept.indices)};
+  TorchExecutor executor;
+  const SelectionContext context = {.executor = &executor, .device = device.native()};
+  const Tensor lists = device.empty({sizes, 4}, ScalarType::Int);
+  check(flash_dmattn::append_kept_keys(new_keys, kept, view_of("lists", lists, "must be int32"), context));
+  return lists;
+}
+
 std::tuple<Tensor, Tensor, bool> mask_intervals(Tensor mask, bool is_causal) {
   const CallDevice device({"mask", mask}, {});
   const TensorView view = view_of("mask", mask, "must be bool");
@@ -430,6 +452,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
   define(
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
       "Tensor? seqlens_k, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None) -> (Tensor begin, Tensor end)");
+  define(
+      "append_kept_keys(Tensor(a!) indices, Tensor(b!) scores, Tensor new_scores, Tensor positions) -> Tensor lists");
   define("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
   define("plan_report(" + planned + ", bool deterministic) -> (int[] names, int[] counts, int[] backend, int[] rule)");
   define("plan_chunks(" + planned +
@@ -445,6 +469,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, library) {
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
   library.impl("attention_plan", TORCH_BOX(&attention_plan));
   library.impl("select_keys", TORCH_BOX(&select_keys));
+  library.impl("append_kept_keys", TORCH_BOX(&append_kept_keys));
   library.impl("mask_intervals", TORCH_BOX(&mask_intervals));
   library.impl("plan_report", TORCH_BOX(&plan_report));
   library.impl("plan_chunks", TORCH_BOX(&plan_chunks));
@@ -455,6 +480,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, library) {
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
   library.impl("attention_plan", TORCH_BOX(&attention_plan));
   library.impl("select_keys", TORCH_BOX(&select_keys));
+  library.impl("append_kept_keys", TORCH_BOX(&append_kept_keys));
   library.impl("mask_intervals", TORCH_BOX(&mask_intervals));
   library.impl("plan_report", TORCH_BOX(&plan_report));
 }

@@ -3,8 +3,8 @@
 `attention` is the library's own surface, `select_keys` chooses what it shows, and `dynamic_mask_attention` does both in
 one call; `varlen_attention` is for packed documents. Time is proportional to what is seen of selections, intervals,
 masks of keys and blocks, and of `KeyIndices`, lists of keys per query, as far as neighbouring queries choose alike.
-`prepare_mask` makes a mask cheap to use many times, `plan_report` tells what a call will do. The other functions carry
-the names of the original package.
+`KeptKeys` keeps a selection up to date while a cache grows, `prepare_mask` makes a mask cheap to use many times,
+`plan_report` tells what a call will do. The other functions carry the names of the original package.
 """
 
 from ._library import cpu_info as _cpu_info
@@ -20,6 +20,7 @@ from .flash_dmattn_interface import (
     triton_dmattn_func,
 )
 from .functional import attention, dynamic_mask_attention
+from .kept_keys import KeptKeys
 from .key_indices import KeyIndices
 from .planning import PlanReport, plan_report
 from .prepared import PreparedMask, prepare_mask
@@ -33,6 +34,7 @@ __all__ = [
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
     "TRITON_AVAILABLE",
+    "KeptKeys",
     "KeyIndices",
     "KeyIntervals",
     "PlanReport",

@@ -26,10 +26,12 @@ _FORWARD = "flash_dmattn::attention_forward"
 _BACKWARD = "flash_dmattn::attention_backward"
 _PLAN = "flash_dmattn::attention_plan"
 _SELECT = "flash_dmattn::select_keys"
+_APPEND = "flash_dmattn::append_kept_keys"
 _forward_op = torch.ops.flash_dmattn.attention_forward.default
 _backward_op = torch.ops.flash_dmattn.attention_backward.default
 _plan_op = torch.ops.flash_dmattn.attention_plan.default
 _select_op = torch.ops.flash_dmattn.select_keys.default
+_append_op = torch.ops.flash_dmattn.append_kept_keys.default
 _report_op = torch.ops.flash_dmattn.plan_report.default
 _chunks_op = torch.ops.flash_dmattn.plan_chunks.default
 _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it registers lives as long as it does
@@ -200,6 +202,24 @@ def select_keys(
     return _select_op(*arguments)
 
 
+def append_kept_keys(indices: Tensor, scores: Tensor, new_scores: Tensor, positions: Tensor) -> Tensor:
+    """Calls the operator, which writes to indices and scores and is for the CPU only. Source:
+    include/flash_dmattn/kept_keys.h.
+
+    Returns:
+        lists, int32 (B, heads, S, w).
+    Raises:
+        ValueError: a device, shape or dtype that kept_keys.h does not allow.
+    """
+    check_devices(("indices", "scores", "new_scores", "positions"), (indices, scores, new_scores, positions))
+    lists = _append_op(indices, scores, new_scores.detach(), positions)
+    if not torch.compiler.is_compiling():  # compiled code does it for what it writes to
+        # Torch knows by its schema that the operator writes, but leaves telling it to the operator: a graph that saved
+        # either tensor for its backward then raises an error. Tensors of inference mode count nothing.
+        torch.autograd.graph.increment_version([t for t in (indices, scores) if not t.is_inference()])
+    return lists
+
+
 def mask_intervals(mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool]:
     """mask bool (B, heads, Sq, Sk) -> the begins and ends of the rows that see each key, int32 (B, heads, Sk), and
     whether they say the same as the mask, which waits for a GPU. Source: include/flash_dmattn/plan.h."""
@@ -317,6 +337,16 @@ def _interval_shapes(scores, *others):
     if scores.dim() != 3:
         raise ValueError(f"scores must have 3 dimensions; got scores {tuple(scores.shape)}")
     return tuple(scores.new_empty(scores.shape, dtype=torch.int32) for _ in ("begin", "end"))
+
+
+@torch.library.register_fake(_APPEND, lib=_registrations)
+def _list_shape(indices, scores, new_scores, positions):
+    _check_given(indices=indices, scores=scores, new_scores=new_scores, positions=positions)
+    for name, tensor in (("indices", indices), ("new_scores", new_scores)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions; got {name} {tuple(tensor.shape)}")
+    batch, heads, window = indices.shape
+    return indices.new_empty((batch, heads, new_scores.shape[2], window))
 
 
 # ---- Gradients

@@ -1,0 +1,325 @@
+"""The keys that causal selection keeps of a growing cache, kept up to date as keys arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import _library
+from ._arguments import as_int, check_tensor
+from .key_indices import KeyIndices
+from .selection import select_keys
+
+MAX_NEW_KEYS = 16
+"""How many keys `KeptKeys.append_` takes at once. kMaxNewKeys in include/flash_dmattn/kept_keys.h."""
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptKeys:
+    """The `window_size` keys of highest score of a cache that grows, for `attention` of its newest rows.
+
+        kept = KeptKeys.from_scores(scores, 2048)  # after a prefill
+        mask = kept.append_(new_scores, positions)  # each step: what the step's query rows see
+        out = attention(query, key, value, mask=mask)
+
+    Exact for causal selection, and for that only: each row keeps the best of all keys up to its own. The keys that a
+    row may see then only grow in number, so that a key that has dropped out of the best never comes back
+    (docs/selection.md): what was kept and the new keys are all there is to choose from. Where keys leave by age, as
+    from a sliding window or a cache that evicts, a key that dropped out may come back once better ones have left.
+    Windows are therefore refused by name (`sliding_window`). A cache that is cropped brings dropped keys back, too:
+    begin again with `from_scores` of the scores that are left.
+
+    The order of keys is that of `select_keys`: among equal scores the newest stays; -0 equals 0, NaNs are equal and
+    rank highest; -inf and the dtype's lowest finite value are never kept. A pytree: torch.compile takes and returns
+    it.
+
+    Args:
+        indices: int32 (B, heads, w), contiguous: the kept keys in any order, none twice; -1: an empty place.
+        scores: (B, heads, w), contiguous, float16, bfloat16, float32 or float64: their scores; anything in empty
+            places. Without a gradient.
+
+    Raises:
+        TypeError: not tensors. ValueError: dtypes, shapes or devices; scores that require a gradient.
+    """
+
+    indices: Tensor
+    scores: Tensor
+
+    def __post_init__(self) -> None:
+        check_tensor("indices", self.indices)
+        check_tensor("scores", self.scores)
+        if self.indices.dtype != torch.int32 or self.indices.dim() != 3:
+            raise ValueError(f"indices must be int32 with 3 dimensions; got {_shown('indices', self.indices)}")
+        if self.scores.dtype not in _FLOATING:
+            raise ValueError(
+                f"scores must be float16, bfloat16, float32 or float64; got {_shown('scores', self.scores)}"
+            )
+        if self.indices.shape != self.scores.shape:
+            raise ValueError(
+                "indices and scores must have one shape; "
+                f"got indices {tuple(self.indices.shape)}, scores {tuple(self.scores.shape)}"
+            )
+        if self.indices.device != self.scores.device:
+            raise ValueError(
+                "indices and scores must be on one device; "
+                f"got indices on {self.indices.device}, scores on {self.scores.device}"
+            )
+        if self.scores.requires_grad:
+            raise ValueError("scores must not require a gradient, since they are written to; got scores that do")
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, heads, w)"""
+        return self.indices.shape
+
+    @property
+    def window_size(self) -> int:
+        """w, how many keys are kept at most."""
+        return self.indices.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    def to(self, device: torch.device | str) -> KeptKeys:
+        return KeptKeys(self.indices.to(device), self.scores.to(device))
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        window_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        sliding_window: None = None,
+    ) -> KeptKeys:
+        """Of a cache without keys.
+
+        Args:
+            batch, heads: B, and the heads that have scores of their own.
+            window_size: w. So much memory is taken, however few keys come.
+            dtype: of the scores.
+            sliding_window: must be None; a cache of a window cannot be kept so.
+
+        Raises:
+            TypeError, ValueError: sizes that are no integers, or negative; a dtype; a sliding_window.
+        """
+        _refuse_windows(sliding_window)
+        sizes = {"batch": batch, "heads": heads, "window_size": window_size}
+        shape = [_size(name, size) for name, size in sizes.items()]
+        if dtype not in _FLOATING:
+            raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got dtype {dtype}")
+        indices = torch.full(shape, -1, dtype=torch.int32, device=device)
+        return cls(indices, torch.full(shape, -torch.inf, dtype=dtype, device=device))
+
+    @classmethod
+    def from_scores(
+        cls,
+        scores: Tensor,
+        window_size: int,
+        seqlens_k: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        sliding_window: None = None,
+    ) -> KeptKeys:
+        """Of a cache with keys, after a prefill of any length for example, in O(Sk log w). The host waits for nothing.
+
+        Args:
+            scores, window_size, seqlens_k, key_mask: as in `select_keys`; scores (B, heads, Sk). Keys that are hidden
+                by key_mask are never kept; append new ones to hide with a score of -inf.
+            sliding_window: must be None; a cache of a window cannot be kept so.
+
+        Returns:
+            The kept keys by index, and empty places behind them.
+
+        Raises:
+            TypeError, ValueError: as `select_keys`; a sliding_window.
+        """
+        _refuse_windows(sliding_window)
+        best = select_keys(
+            scores, window_size, seqlen_q=1, causal=False, key_mask=key_mask, seqlens_k=seqlens_k
+        )  # what the last row keeps under either rule
+        kept, window_size = best.begin < best.end, _size("window_size", window_size)
+        # Kept keys move to the places 0, 1, ..., all others to one place too many, which is cut off.
+        place = torch.where(kept, kept.cumsum(2) - 1, window_size)
+        key = torch.arange(kept.shape[2], dtype=torch.int32, device=kept.device).expand(kept.shape)
+        shape = (*kept.shape[:2], window_size + 1)
+        indices = torch.full(shape, -1, dtype=torch.int32, device=kept.device).scatter_(2, place, key)
+        held = scores.new_full(shape, -torch.inf).scatter_(2, place, scores.detach())
+        return cls(indices[..., :window_size].contiguous(), held[..., :window_size].contiguous())
+
+    def append_(self, new_scores: Tensor, positions: Tensor) -> KeyIndices:
+        """Takes new keys in, in place, in O(w) time for each, however many keys the cache has.
+
+        Afterwards this holds the keys that `select_keys` on all scores so far would keep for the last row. On the CPU
+        this is an operator of the library's: a new key takes the first empty place, or that of the key that it puts
+        out. On other devices it is composed of torch operations, as exact: they sort the w + S candidates, so that keys
+        stand by rank, best first. The host waits for nothing on either.
+
+        Args:
+            new_scores: (B, heads, S), S at most 16, any strides, of the dtype of `scores`; detached. -inf: not to be
+                kept, as of padding.
+            positions: int32 (B), the index of the first of the new keys of each batch element, above those of all keys
+                before; the others follow. A new key with a negative index is never kept.
+
+        Returns:
+            The mask for S query rows at the new keys, lists (B, heads, S, w): row i sees the keys kept after the new
+            keys 0 to i. A copy, which later steps do not change. Call attention with is_causal=False or True, both are
+            right if the new keys are the last that exist: no list names a key behind its row, so that the causal rule
+            has nothing left to hide.
+
+        Raises:
+            TypeError: not tensors. ValueError: their shapes, dtypes or devices; tensors that are not contiguous.
+        """
+        check_tensor("new_scores", new_scores)
+        check_tensor("positions", positions)
+        if self.device.type in ("cpu", "meta"):
+            return KeyIndices(_library.append_kept_keys(self.indices, self.scores, new_scores, positions))
+        self._check_new_keys(new_scores, positions)
+        return KeyIndices(append_by_sorting(self.indices, self.scores, new_scores.detach(), positions))
+
+    def _check_new_keys(self, new_scores: Tensor, positions: Tensor) -> None:
+        """What the operator checks."""
+        for name, tensor in (("new_scores", new_scores), ("positions", positions)):
+            if tensor.device != self.device:
+                raise ValueError(
+                    f"{name} must be on the device of indices; got {name} on {tensor.device}, indices on {self.device}"
+                )
+        if new_scores.dtype != self.scores.dtype:
+            raise ValueError(
+                "new_scores must have the dtype of scores; "
+                f"got {_shown('new_scores', new_scores)}, {_shown('scores', self.scores)}"
+            )
+        if (
+            new_scores.dim() != 3
+            or new_scores.shape[:2] != self.indices.shape[:2]
+            or new_scores.shape[2] > MAX_NEW_KEYS
+        ):
+            raise ValueError(
+                f"new_scores must be (B, heads, S) for indices (B, heads, w), with S at most {MAX_NEW_KEYS}; "
+                f"got new_scores {tuple(new_scores.shape)}, indices {tuple(self.indices.shape)}"
+            )
+        if positions.dtype != torch.int32 or positions.shape != self.indices.shape[:1]:
+            raise ValueError(
+                f"positions must be int32 with the shape (B) = ({self.indices.shape[0]}); "
+                f"got {_shown('positions', positions)}"
+            )
+
+    def reorder_(self, beam_idx: Tensor) -> KeptKeys:
+        """Batch element b becomes what beam_idx[b] was, in place, as in a cache whose beams are reordered.
+
+        Args:
+            beam_idx: int32 or int64 (B), each below B.
+
+        Returns:
+            This object.
+
+        Raises:
+            TypeError: no tensor. ValueError: its dtype, shape or device.
+        """
+        check_tensor("beam_idx", beam_idx)
+        if beam_idx.dtype not in (torch.int32, torch.int64) or beam_idx.shape != self.indices.shape[:1]:
+            raise ValueError(
+                f"beam_idx must be int32 or int64 with the shape (B) = ({self.indices.shape[0]}); "
+                f"got {_shown('beam_idx', beam_idx)}"
+            )
+        if beam_idx.device != self.device:
+            raise ValueError(
+                f"beam_idx must be on the device of indices; got beam_idx on {beam_idx.device}, "
+                f"indices on {self.device}"
+            )
+        for tensor in (self.indices, self.scores):
+            tensor.copy_(tensor.index_select(0, beam_idx))
+        return self
+
+
+def append_by_sorting(indices: Tensor, scores: Tensor, new_scores: Tensor, positions: Tensor) -> Tensor:
+    """The operator append_kept_keys, composed of torch operations that run on any device and wait for nothing.
+
+    Returns:
+        The same lists, each by rank, best first, as the state is afterwards.
+    """
+    window, rows = indices.shape[2], new_scores.shape[2]
+    if window == 0 or rows == 0:
+        return indices.new_empty((*indices.shape[:2], rows, window))
+    step = torch.arange(rows, device=indices.device)
+    new_indices = (positions[:, None].long() + step)[:, None].expand(new_scores.shape)
+    new_indices = torch.where(new_indices <= torch.iinfo(torch.int32).max, new_indices, -1).int()
+    candidates = torch.cat([indices, new_indices], 2)
+    ranked = torch.cat([scores, new_scores], 2)
+    # From which row on each is there, those that may never be kept from none on.
+    arrival = torch.cat([step.new_full((window,), 0), step]).expand(candidates.shape)
+    may_stay = (candidates >= 0) & ~(ranked <= torch.finfo(ranked.dtype).min)
+    arrival = torch.where(may_stay, arrival, rows)
+    # Best first: by score, and among equals, which the second sort leaves in the order of the first, the newest first.
+    # Zeros and NaNs of one sign each, since a sort by bits would tell them apart.
+    comparable = torch.where(ranked.isnan(), torch.nan, ranked + 0.0)
+    order = candidates.argsort(dim=2, descending=True, stable=True)
+    order = order.gather(2, comparable.gather(2, order).argsort(dim=2, descending=True, stable=True))
+    candidates, ranked, arrival = (tensor.gather(2, order) for tensor in (candidates, ranked, arrival))
+    # Row by row the first `window` of those that are there move to the places 0, 1, ..., all others to one too many.
+    is_there = arrival[:, :, None] <= step[:, None]
+    place = (is_there.cumsum(3) - 1).clamp(max=window)
+    place = torch.where(is_there, place, window)
+    shape = (*place.shape[:3], window + 1)
+    lists = indices.new_full(shape, -1).scatter_(3, place, candidates[:, :, None].expand(place.shape))
+    kept_scores = scores.new_full((*shape[:2], window + 1), -torch.inf).scatter_(2, place[:, :, -1], ranked)
+    indices.copy_(lists[:, :, -1, :window])
+    scores.copy_(kept_scores[..., :window])
+    return lists[..., :window].contiguous()
+
+
+def _shown(name: str, tensor: Tensor) -> str:
+    return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _size(name: str, value: int) -> int:
+    value = as_int(name, value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative; got {name} {value}")
+    return value
+
+
+def _refuse_windows(sliding_window: object) -> None:
+    if sliding_window is not None:
+        raise ValueError(
+            "sliding_window must be None: a key that dropped out of the best may come back when better ones leave the "
+            "window, so that what is kept does not tell; select anew in each step (select_keys); "
+            f"got sliding_window {sliding_window}"
+        )
+
+
+def _flatten(kept: KeptKeys) -> tuple[list[object], None]:
+    return [kept.indices, kept.scores], None
+
+
+def _flatten_with_keys(kept: KeptKeys) -> tuple[list[tuple[pytree.KeyEntry, object]], None]:
+    return [(pytree.GetAttrKey(name), getattr(kept, name)) for name in ("indices", "scores")], None
+
+
+def _unflatten(values: Sequence[object], _: None) -> KeptKeys:
+    # Unchecked, since the leaves of a tree need not be tensors: vmap's dimensions, shardings, shapes.
+    kept = object.__new__(KeptKeys)
+    for name, value in zip(("indices", "scores"), values, strict=True):
+        object.__setattr__(kept, name, value)
+    return kept
+
+
+pytree.register_pytree_node(
+    KeptKeys,
+    _flatten,
+    _unflatten,
+    serialized_type_name="flash_dmattn.KeptKeys",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+
+# So that torch.load reads saved kept keys with weights_only=True, its default.
+torch.serialization.add_safe_globals([KeptKeys])
