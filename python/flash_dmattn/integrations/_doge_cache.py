@@ -1,10 +1,13 @@
 """What a Doge layer knows of the keys in its cache while tokens are generated: their scores, and which are the best.
 
-Scores of cached keys are not computed again, and one new key can only put out one of the best.
+Scores of cached keys are not computed again, and one new key can only put out one of the best. How the best are kept
+depends on the device: on the CPU as `KeptKeys`, which take several new keys at once and follow caches that are cropped
+or reordered; on GPUs, whose attention takes no lists of keys so far, as a bool for every key.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -15,6 +18,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.doge.modeling_doge import DogeAttention
 
+from ..kept_keys import MAX_NEW_KEYS, KeptKeys
+from ..key_indices import KeyIndices
 from ..selection import KeyIntervals, select_keys
 
 
@@ -40,9 +45,46 @@ class KnownScores:
     kept: Tensor | None = None  # bool (B, Hkv, slots): the best of all keys. Slots that are not filled yet are True
     window_size: int = 0  # how many these are
     newer: int = 0  # keys that came after they were chosen
+    kept_keys: KeptKeys | None = None  # on the CPU, in the place of `kept` and `window_size`
 
     def hold_for(self, module: DogeAttention, layer: CacheLayerMixin) -> bool:
-        return self.module() is module and self.values() is layer.values and self.versions == _versions(layer)
+        if self.module() is not module:
+            return False
+        is_same = self.values() is layer.values and self.versions == _versions(layer)
+        return is_same or (_keeps_lists(self.scores) and self._follow_crop(layer))
+
+    def _follow_crop(self, layer: CacheLayerMixin) -> bool:
+        """If nothing was done to the layer but to take keys off its end, forgets these. What they put out of the best
+        comes back, which only the scores of all keys can tell: the best are chosen anew. False: more was done."""
+        values, cropped = self.values(), layer.values
+        if values is None or cropped is None or cropped._version != self.versions[0]:
+            return False
+        if cropped is not values:
+            is_view = cropped._base is (values if values._base is None else values._base)
+            if not is_view or cropped.data_ptr() != values.data_ptr() or cropped.stride() != values.stride():
+                return False
+            if cropped.shape[:2] + cropped.shape[3:] != values.shape[:2] + values.shape[3:]:
+                return False
+            if cropped.shape[2] > self.keys:
+                return False
+            self.keys = cropped.shape[2]
+        # Else a static cache, whose count of keys was written to. Scores are those of slots, as values are.
+        self.values, self.versions = ref(cropped), _versions(layer)
+        self.kept_keys, self.newer = None, 0
+        return True
+
+    def reorder(self, layer: CacheLayerMixin, beam_idx: Tensor) -> None:
+        """Follows the layer, whose values have just been reordered."""
+        self.scores = self.scores.index_select(0, beam_idx)
+        if self.kept_keys is not None:
+            is_permuted = len(beam_idx) == self.kept_keys.shape[0]
+            self.kept_keys = self.kept_keys.reorder_(beam_idx) if is_permuted else None
+        self.values, self.versions = ref(layer.values), _versions(layer)
+
+
+def _keeps_lists(tensor: Tensor) -> bool:
+    """Whether the best keys are kept as lists: where attention takes them, which so far is on the CPU only."""
+    return tensor.device.type == "cpu"
 
 
 def _versions(layer: CacheLayerMixin) -> tuple[int, ...]:
@@ -51,8 +93,8 @@ def _versions(layer: CacheLayerMixin) -> tuple[int, ...]:
     return (layer.values._version, length._version if isinstance(length, Tensor) else 0)
 
 
-# Whatever changes a cache (reordered beams, cropping, another batch) puts other tensors into its layers, or writes to
-# them; then everything is computed anew. Copies of a layer have no entry here.
+# Whatever changes a cache (another batch, on GPUs also reordered beams and cropping) puts other tensors into its layers
+# or writes to them; then everything is computed anew. Copies of a layer have no entry here.
 known_scores: WeakKeyDictionary[CacheLayerMixin, KnownScores] = WeakKeyDictionary()
 # Layers of CUDA graphs, whose replays write to values without telling. Of these nothing is ever known.
 _captured: WeakSet[CacheLayerMixin] = WeakSet()
@@ -87,6 +129,7 @@ class CacheStep:
 
     def __init__(self, module: DogeAttention, cache: Cache):
         self.module, self.cache = module, cache
+        self.rows = 0  # new tokens
         self.slots: _Slots | None = None  # of a static cache
         self.known: KnownScores | None = None
 
@@ -97,7 +140,7 @@ class CacheStep:
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """key (B, S, Hkv, D) and value (B, S, Hkv D) of new tokens -> those of all, (B, Sk, Hkv, D), and the scores of
         all, (B, Hkv, Sk)."""
-        index, known = self.module.layer_idx, self._before(value)
+        index, known, self.rows = self.module.layer_idx, self._before(value), value.shape[1]
         by_head = value.view(*value.shape[:2], -1, self.module.head_dim)
         keys, values = self.cache.update(key.transpose(1, 2), by_head.transpose(1, 2), index)
         length = self.cache.get_seq_length(index)
@@ -107,9 +150,28 @@ class CacheStep:
             self._compute(values)
         return keys.transpose(1, 2), values.transpose(1, 2), self.scores
 
-    def best_keys(self, window_size: int) -> Tensor | KeyIntervals:
-        """The best of all keys, for one row that may see them all, from those of the row before if these are known: a
-        new key can only put out one of them."""
+    def best_keys(self, window_size: int, is_causal: bool) -> Tensor | KeyIntervals | KeyIndices | None:
+        """The best keys of each of the newest rows, of which the causal rule hides none, from those of the rows before
+        if these are known: a new key can only put out one of them. None: only a selection from all keys tells."""
+        if self.known is not None and _keeps_lists(self.scores):
+            can_append = self.rows <= MAX_NEW_KEYS and (is_causal or self.rows == 1)
+            return self._append_to_kept(self.known, window_size) if can_append else None
+        return self._best_of_one_row(window_size) if self.rows == 1 else None
+
+    def _append_to_kept(self, known: KnownScores, window_size: int) -> KeyIndices:
+        rows = self.rows
+        if self.slots is None:
+            new = self.scores[:, :, known.keys - rows :]
+            before = torch.full((new.shape[0],), known.keys - rows, dtype=torch.int32, device=new.device)
+        else:
+            new, before = self.scores.index_select(2, self.slots.new), self.slots.existing - rows
+        kept = known.kept_keys
+        if kept is None or kept.window_size != window_size or known.newer != rows:
+            known.kept_keys = kept = KeptKeys.from_scores(self.scores, window_size, before)
+        known.newer = 0
+        return kept.append_(new, before)
+
+    def _best_of_one_row(self, window_size: int) -> Tensor | KeyIntervals:
         known, slots = self.known, self.slots
         if known is None:
             return select_keys(self.scores, window_size, seqlen_q=1, causal=False, seqlens_k=self.seqlens_k)
@@ -225,3 +287,22 @@ def _with_room(tensor: Tensor, keys: int) -> Tensor:
 
 def _first(tensor: Tensor, keys: int) -> Tensor:
     return tensor if tensor.shape[2] == keys else tensor.narrow(2, 0, keys)
+
+
+def follow_reordered_beams() -> None:
+    """Lets what is known of a layer be reordered with it, in all caches of Transformers."""
+    theirs = CacheLayerMixin.reorder_cache
+    if hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def reorder_cache(self: CacheLayerMixin, beam_idx: Tensor) -> None:
+        known = known_scores.get(self) if _may_remember() else None
+        module = None if known is None else known.module()
+        holds = module is not None and _keeps_lists(known.scores) and known.hold_for(module, self)
+        before = self.values
+        theirs(self, beam_idx)
+        if holds and self.values is not before:
+            known.reorder(self, beam_idx.to(known.scores.device))
+
+    CacheLayerMixin.reorder_cache = reorder_cache

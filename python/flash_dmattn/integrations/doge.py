@@ -24,10 +24,11 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalL
 
 from ..distributed._ranks import group_of
 from ..functional import attention
+from ..key_indices import KeyIndices
 from ..prepared import PreparedMask
 from ..selection import KeyIntervals, select_keys
 from . import _doge_split, attention_interface
-from ._doge_cache import CacheStep, key_scores
+from ._doge_cache import CacheStep, follow_reordered_beams, key_scores
 from ._inputs import cast_inputs, model_dtype, refuse_unknown, refuse_unsupported
 from ._masks import (
     GrowingMask,
@@ -146,6 +147,7 @@ def install() -> None:
     # Called by generate() for static caches, ahead of the model's forward.
     their_masks = getattr(DogeForCausalLM, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     DogeForCausalLM.create_masks_for_generate = staticmethod(_before(their_masks))
+    follow_reordered_beams()
 
 
 def _before(theirs: Callable) -> Callable:
@@ -303,7 +305,7 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 def _visible_keys(
     module: DogeAttention, scores: Tensor, mask: Tensor | None, rows: int, step: CacheStep | None
-) -> tuple[KeyIntervals | PreparedMask | Tensor | None, bool, Tensor | None]:
+) -> tuple[KeyIntervals | KeyIndices | PreparedMask | Tensor | None, bool, Tensor | None]:
     """attention's mask, is_causal and seqlens_k: the best keys of every row within the mask."""
     config, window_size, keys = module.config, module.keep_window_size, scores.shape[2]
     selects = keys > window_size
@@ -319,8 +321,10 @@ def _visible_keys(
     seqlens_k = None if step is None else step.seqlens_k
     if not selects:
         return key_mask, is_causal, seqlens_k
-    if rows == 1 and key_mask is None and step is not None:
-        return step.best_keys(window_size), False, seqlens_k
+    if key_mask is None and step is not None:
+        best = step.best_keys(window_size, is_causal)
+        if best is not None:
+            return best, False, seqlens_k
     visible = select_keys(scores, window_size, seqlen_q=rows, causal=is_causal, key_mask=key_mask, seqlens_k=seqlens_k)
     return visible, is_causal, seqlens_k
 
