@@ -27,7 +27,7 @@ from common import (
     print_machine,
     sample_seconds,
 )
-from flash_dmattn import KeyIntervals, attention, select_keys
+from flash_dmattn import KeptKeys, KeyIndices, KeyIntervals, attention, select_keys
 from rich.console import Console
 from torch import Tensor
 
@@ -48,6 +48,7 @@ class Step:
     query: Tensor = field(init=False)
     key: Tensor = field(init=False)
     value: Tensor = field(init=False)
+    scores: Tensor = field(init=False)
     mask: Tensor = field(init=False)
     intervals: KeyIntervals = field(init=False)
 
@@ -61,8 +62,8 @@ class Step:
         self.key, self.value = normal(self.keys, KEY_HEADS), normal(self.keys, KEY_HEADS)
         self.copies = torch.empty_like(self.key), torch.empty_like(self.value)
         self.their_inputs = [t.transpose(1, 2).contiguous() for t in (self.query, self.key, self.value)]
-        scores = torch.randn(self.batch, KEY_HEADS, self.keys, generator=generator)
-        self.intervals = select_keys(scores, self.kept, seqlen_q=self.rows, causal=False)
+        self.scores = torch.randn(self.batch, KEY_HEADS, self.keys, generator=generator)
+        self.intervals = select_keys(self.scores, self.kept, seqlen_q=self.rows, causal=False)
         self.mask = self.intervals.dense_mask(self.rows)[:, :, :1]  # the same for all rows
         their_mask = self.mask.repeat_interleave(HEADS // KEY_HEADS, dim=1)
         for mask, theirs in ((None, None), (self.mask, their_mask)):
@@ -74,8 +75,16 @@ class Step:
     def case(self) -> str:
         return f"B{self.batch} H{HEADS} Hkv{KEY_HEADS} D{HEAD_DIM} Sq{self.rows} Sk{self.keys}"
 
-    def ours(self, mask: Tensor | KeyIntervals | None = None) -> Tensor:
+    def ours(self, mask: Tensor | KeyIndices | KeyIntervals | None = None) -> Tensor:
         return attention(self.query, self.key, self.value, mask=mask)
+
+    def appending(self) -> Callable[[], Tensor]:
+        """A step of generation that keeps the best keys from step to step. Its new key is found not to be one of them,
+        as most are, so that every call finds the same keys kept."""
+        kept = KeptKeys.from_scores(self.scores, self.kept)
+        new = torch.full((self.batch, KEY_HEADS, self.rows), torch.finfo(torch.float32).min / 2)
+        positions = torch.full((self.batch,), self.keys - self.rows, dtype=torch.int32)
+        return lambda: self.ours(kept.append_(new, positions))
 
     def theirs(self, mask: Tensor | None = None) -> Tensor:
         query, key, value = self.their_inputs
@@ -124,6 +133,7 @@ def compare_step(settings: Settings, step: Step, *, with_aims: bool) -> Iterator
     name = f"keeping {step.kept}"
     yield compare(f"{name}, bool mask", lambda: step.ours(step.mask), dense, "dense", 8.0 if with_aims else None)
     yield compare(f"{name}, intervals", lambda: step.ours(step.intervals), dense, "dense")
+    yield compare(f"{name}, append_", step.appending(), dense, "dense")
 
 
 def step(settings: Settings) -> Iterator[Comparison]:
