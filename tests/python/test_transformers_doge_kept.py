@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from doge_models import BATCH, LENGTH, assert_equal_logits, distinct_tokens, pair
+from doge_models import BATCH, LENGTH, assert_equal_logits, distinct_tokens, padding, pair
 from flash_dmattn import KeptKeys, KeyIndices, KeyIntervals, select_keys
 from flash_dmattn.integrations import _doge_cache
 from torch import Tensor, nn
@@ -36,14 +36,16 @@ def scores_as_values(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, list[i
 
 
 @pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("seed", range(4))
-def test_kept_keys_follow_the_cache(cache: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of any size, tokens that are taken back and beams that are reordered, in any order: the best keys are those
-    that a selection from all keys finds, and no score of a cached key is computed again."""
+def test_kept_keys_follow_the_cache(cache: str, masked: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of any size, tokens that are taken back, beams that are reordered and masks that change, in any order: the
+    best keys are those that a selection from all keys finds, and no score of a cached key is computed again."""
     torch.manual_seed(seed)
     (module, seen), window, slots = scores_as_values(monkeypatch), 9, 900
     held = DynamicCache() if cache == "dynamic" else Cache(layers=[StaticLayer(slots)])
     history = torch.zeros(3, 2, 0)
+    hidden = torch.rand(3, 1, slots) < 0.3
     appended = 0
     with torch.no_grad():
         for rows in [20, *torch.randint(1, 20, (40,)).tolist()]:
@@ -51,15 +53,19 @@ def test_kept_keys_follow_the_cache(cache: str, seed: int, monkeypatch: pytest.M
             history = torch.cat([history, new], 2)
             step, keys = _doge_cache.CacheStep(module, held), history.shape[2]
             step.update(new.mT[..., None], new.mT)
-            best = step.best_keys(window, True)
+            key_mask = ~hidden[:, :, :keys] if masked else None
+            if masked and cache == "static":  # what is said of slots without keys changes nothing
+                key_mask = torch.cat([key_mask, torch.rand(3, 1, slots - keys) < 0.5], 2)
+            best = step.best_keys(window, True, key_mask)
             if len(seen) > 1:
                 assert seen[-1] == rows
             assert (best is None) == (rows > 16)
             if best is not None:
                 appended += 1
-                expected = select_keys(history, window, seqlen_q=rows).dense_mask(rows)
+                shown = key_mask if key_mask is None else key_mask[:, :, :keys]
+                expected = select_keys(history, window, seqlen_q=rows, key_mask=shown).dense_mask(rows)
                 assert torch.equal(best_mask(best, keys), expected)
-            change = int(torch.randint(0, 4, ()))
+            change = int(torch.randint(0, 6, ()))
             if change == 0:
                 taken = int(torch.randint(1, 6, ()))
                 history = history[:, :, :-taken]
@@ -70,7 +76,9 @@ def test_kept_keys_follow_the_cache(cache: str, seed: int, monkeypatch: pytest.M
             elif change == 1:
                 beams = torch.randint(0, 3, (3,))
                 held.reorder_cache(beams)
-                history = history[beams]
+                history, hidden = history[beams], hidden[beams] if seed % 2 == 0 else hidden
+            elif change == 2:
+                hidden = torch.where(torch.rand(3, 1, slots) < 0.01, ~hidden, hidden)
     assert appended > 20
 
 
@@ -132,16 +140,22 @@ def test_a_new_key_puts_out_one(
                 assert torch.equal((best & broken).any(2), (known & broken).any(2))
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_long_generation_equals_one_pass(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2000 tokens, one by one, by appending; then all of them at once by the eager model."""
-    count, starts, from_scores = 2000, [], KeptKeys.from_scores
+def count_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each selection from all keys that a state begins with."""
+    starts, from_scores = [], KeptKeys.from_scores
 
     def begin(*arguments: object, **settings: object) -> KeptKeys:
         starts.append(1)
         return from_scores(*arguments, **settings)
 
     monkeypatch.setattr(KeptKeys, "from_scores", begin)
+    return starts
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_long_generation_equals_one_pass(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2000 tokens, one by one, by appending; then all of them at once by the eager model."""
+    count, starts = 2000, count_starts(monkeypatch)
     ours, eager = pair(32, max_position_embeddings=count + 8)
     text = distinct_tokens(1, 8)
     settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "output_logits": True}
@@ -158,14 +172,16 @@ SETTINGS = {
     "static": {"cache_implementation": "static"},
     "beams": {"num_beams": 3},
     "static_beams": {"cache_implementation": "static", "num_beams": 3},
+    "padded": {"attention_mask": padding(left=13)},
+    "padded_static_beams": {"cache_implementation": "static", "num_beams": 3, "attention_mask": padding(left=13)},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
 }
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-def test_generation_computes_the_scores_of_new_tokens_only(how: str) -> None:
+def test_generation_looks_at_new_tokens_only(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With beams that are reordered and tokens that are taken back, too; and generates what the eager model does."""
-    (ours, eager), seen = pair(9), []
+    (ours, eager), seen, starts = pair(9), [], count_starts(monkeypatch)
     for layer in ours.model.layers:
         layer.self_attn.dt_proj.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape[1]))
     text = distinct_tokens(BATCH, LENGTH)
@@ -173,5 +189,8 @@ def test_generation_computes_the_scores_of_new_tokens_only(how: str) -> None:
         text = text[1:].repeat(1, 2)
     settings = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False} | SETTINGS[how]
     assert torch.equal(ours.generate(text, **settings), eager.generate(text, **settings))
-    assert len(seen) > 40 or how == "prompt_lookup"
-    assert max(seen[2:]) <= (4 if how == "prompt_lookup" else 1)  # all but the prompt's, of two layers
+    # All but the prompt's, of two layers, and one selection from all keys for each.
+    if how == "prompt_lookup":  # whose tokens are taken back after most steps
+        assert max(seen[2:]) <= 4
+    else:
+        assert seen[2:] == [1] * 58 and len(starts) == 2

@@ -46,6 +46,7 @@ class KnownScores:
     window_size: int = 0  # how many these are
     newer: int = 0  # keys that came after they were chosen
     kept_keys: KeptKeys | None = None  # on the CPU, in the place of `kept` and `window_size`
+    key_mask: Tensor | None = None  # bool (B or 1, 1, keys): the keys that it was chosen from
 
     def hold_for(self, module: DogeAttention, layer: CacheLayerMixin) -> bool:
         if self.module() is not module:
@@ -79,6 +80,8 @@ class KnownScores:
         if self.kept_keys is not None:
             is_permuted = len(beam_idx) == self.kept_keys.shape[0]
             self.kept_keys = self.kept_keys.reorder_(beam_idx) if is_permuted else None
+        if self.key_mask is not None and len(self.key_mask) > 1:
+            self.key_mask = self.key_mask.index_select(0, beam_idx)
         self.values, self.versions = ref(layer.values), _versions(layer)
 
 
@@ -150,26 +153,50 @@ class CacheStep:
             self._compute(values)
         return keys.transpose(1, 2), values.transpose(1, 2), self.scores
 
-    def best_keys(self, window_size: int, is_causal: bool) -> Tensor | KeyIntervals | KeyIndices | None:
+    def best_keys(
+        self, window_size: int, is_causal: bool, key_mask: Tensor | None = None
+    ) -> Tensor | KeyIntervals | KeyIndices | None:
         """The best keys of each of the newest rows, of which the causal rule hides none, from those of the rows before
-        if these are known: a new key can only put out one of them. None: only a selection from all keys tells."""
+        if these are known: a new key can only put out one of them. None: only a selection from all keys tells.
+
+        Args:
+            key_mask: bool (B or 1, 1, keys), False hides the key from all rows.
+        """
         if self.known is not None and _keeps_lists(self.scores):
             can_append = self.rows <= MAX_NEW_KEYS and (is_causal or self.rows == 1)
-            return self._append_to_kept(self.known, window_size) if can_append else None
-        return self._best_of_one_row(window_size) if self.rows == 1 else None
+            return self._append_to_kept(self.known, window_size, key_mask) if can_append else None
+        return self._best_of_one_row(window_size) if self.rows == 1 and key_mask is None else None
 
-    def _append_to_kept(self, known: KnownScores, window_size: int) -> KeyIndices:
-        rows = self.rows
+    def _append_to_kept(self, known: KnownScores, window_size: int, key_mask: Tensor | None) -> KeyIndices:
+        new = self._of_new_keys(self.scores)
         if self.slots is None:
-            new = self.scores[:, :, known.keys - rows :]
-            before = torch.full((new.shape[0],), known.keys - rows, dtype=torch.int32, device=new.device)
+            before = torch.full((new.shape[0],), known.keys - self.rows, dtype=torch.int32, device=new.device)
         else:
-            new, before = self.scores.index_select(2, self.slots.new), self.slots.existing - rows
-        kept = known.kept_keys
-        if kept is None or kept.window_size != window_size or known.newer != rows:
-            known.kept_keys = kept = KeptKeys.from_scores(self.scores, window_size, before)
-        known.newer = 0
+            before = self.slots.existing - self.rows
+        if key_mask is not None:
+            new = new.masked_fill(~self._of_new_keys(key_mask), -torch.inf)
+        kept, is_next = known.kept_keys, known.newer == self.rows
+        if kept is None or kept.window_size != window_size or not is_next or not self._hides_as_before(key_mask):
+            known.kept_keys = kept = KeptKeys.from_scores(self.scores, window_size, before, key_mask=key_mask)
+        known.newer, known.key_mask = 0, key_mask
         return kept.append_(new, before)
+
+    def _of_new_keys(self, tensor: Tensor) -> Tensor:
+        """(B or 1, heads, keys) -> (B or 1, heads, rows)"""
+        if self.slots is None:
+            return tensor[:, :, tensor.shape[2] - self.rows :]
+        return tensor.index_select(2, self.slots.new)
+
+    def _hides_as_before(self, key_mask: Tensor | None) -> bool:
+        """Whether it says the same of the keys before this step as the mask that these were chosen with."""
+        before = self.known.key_mask
+        if before is None or key_mask is None:
+            return before is key_mask
+        if self.slots is None:
+            old = self.known.keys - self.rows
+            return torch.equal(before[:, :, :old], key_mask[:, :, :old])
+        is_old = torch.arange(key_mask.shape[2], device=key_mask.device) < (self.slots.existing - self.rows)[0]
+        return before.shape == key_mask.shape and not ((before != key_mask) & is_old).any()
 
     def _best_of_one_row(self, window_size: int) -> Tensor | KeyIntervals:
         known, slots = self.known, self.slots

@@ -321,8 +321,8 @@ def _visible_keys(
     seqlens_k = None if step is None else step.seqlens_k
     if not selects:
         return key_mask, is_causal, seqlens_k
-    if key_mask is None and step is not None:
-        best = step.best_keys(window_size, is_causal)
+    if step is not None:
+        best = step.best_keys(window_size, is_causal, key_mask)
         if best is not None:
             return best, False, seqlens_k
     visible = select_keys(scores, window_size, seqlen_q=rows, causal=is_causal, key_mask=key_mask, seqlens_k=seqlens_k)
