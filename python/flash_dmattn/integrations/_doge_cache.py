@@ -319,8 +319,6 @@ def _first(tensor: Tensor, keys: int) -> Tensor:
 def follow_reordered_beams() -> None:
     """Lets what is known of a layer be reordered with it, in all caches of Transformers."""
     theirs = CacheLayerMixin.reorder_cache
-    if hasattr(theirs, "__wrapped__"):
-        return
 
     @functools.wraps(theirs)
     def reorder_cache(self: CacheLayerMixin, beam_idx: Tensor) -> None:
