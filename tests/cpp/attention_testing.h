@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <ostream>
 #include <random>
 #include <string>
@@ -34,6 +35,20 @@ inline double decode(DType dtype, std::uint16_t bits) {
   double size = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(fraction + 1024, exponent - 25);
   if (exponent == 31) size = fraction == 0 ? HUGE_VAL : std::nan("");
   return bits & 0x8000 ? -size : size;
+}
+
+// The lowest finite number of a floating dtype.
+inline double lowest_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return -65504.0;
+    case DType::kBFloat16:
+      return -0x1.fep127;
+    case DType::kFloat32:
+      return std::numeric_limits<float>::lowest();
+    default:
+      return std::numeric_limits<double>::lowest();
+  }
 }
 
 // A contiguous tensor that owns exactly its elements, so that sanitizers see any access beside them.

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <random>
 #include <set>
 #include <string>
@@ -19,22 +18,10 @@
 namespace flash_dmattn {
 namespace {
 
+using testing::lowest_of;
 using testing::Tensor;
 
 constexpr std::int64_t kBatch = 2, kHeads = 3;
-
-double lowest_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return -65504.0;
-    case DType::kBFloat16:
-      return -0x1.fep127;
-    case DType::kFloat32:
-      return std::numeric_limits<float>::lowest();
-    default:
-      return std::numeric_limits<double>::lowest();
-  }
-}
 
 // Few distinct scores, so that there are ties everywhere, and all special values.
 Tensor random_scores(DType dtype, std::int64_t keys, std::mt19937& rng) {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -19,20 +18,8 @@
 namespace flash_dmattn {
 namespace {
 
+using testing::lowest_of;
 using testing::Tensor;
-
-double lowest_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return -65504.0;
-    case DType::kBFloat16:
-      return -0x1.fep127;
-    case DType::kFloat32:
-      return std::numeric_limits<float>::lowest();
-    default:
-      return std::numeric_limits<double>::lowest();
-  }
-}
 
 struct Selection {
   std::int64_t batch = 2, heads = 2, rows = 20, keys = 20, window = 4;

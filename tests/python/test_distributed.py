@@ -4,7 +4,6 @@ whole sequence."""
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,13 +38,6 @@ from shares import (
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size}_ranks")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with start_ranks(request.param, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
-
 
 SETTINGS = {
     "plain": Setting(),

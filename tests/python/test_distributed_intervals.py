@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from flash_dmattn import KeyIntervals
 from flash_dmattn.distributed import attention, shard
-from ranks import Ranks, start_ranks
+from ranks import Ranks
 from shares import BATCH, HEAD_DIM, HEADS, MASKS, SHARE, Setting, compare_intervals, own_shares
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size}_ranks")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with start_ranks(request.param, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 @pytest.mark.parametrize("order", ["contiguous", "head-tail"])

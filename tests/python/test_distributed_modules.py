@@ -31,13 +31,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size}_ranks")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with start_ranks(request.param, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
-
-
 # ---- DTensors
 
 

@@ -3,14 +3,14 @@ that has the whole sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import flash_dmattn
 import pytest
 import torch
 import torch.distributed as dist
 from flash_dmattn.distributed import DynamicMaskAttention, dynamic_mask_attention, gather_kept_keys
-from ranks import Ranks, mesh_of, start_ranks
+from ranks import Ranks, mesh_of
 from shares import (
     KEY_HEADS,
     LEAVES,
@@ -29,13 +29,6 @@ from shares import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import Shard, distribute_tensor
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size}_ranks")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with start_ranks(request.param, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
-
 
 # Bounds for shares of 24 tokens of 2 and 3 ranks, which cut what is beyond the sequence.
 BOUNDS = {
