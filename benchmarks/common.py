@@ -8,14 +8,17 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from flash_dmattn.commands.info import collect
 from rich.console import Console
 from rich.table import Table
+
+Settings = TypeVar("Settings")  # what each script gives its cases
 
 
 @dataclass
@@ -253,6 +256,36 @@ def run_case(
         torch.cuda.empty_cache()  # nothing without a GPU
         console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
     return lines, True
+
+
+def run_cases(
+    cases: Mapping[str, Callable[[Settings], Iterable[Comparison]]],
+    settings: Settings,
+    report: Report,
+    console: Console,
+    arguments: argparse.Namespace,
+    notes: list[str],
+    *,
+    first: Sequence[str] = (),
+) -> tuple[dict[str, list[Comparison]], int]:
+    """Runs `first` and the cases that the arguments of `benchmark_parser` name, and prints the table and the notes.
+
+    Returns:
+        The lines of each case, and the exit status: 1 if one of them ended early.
+    """
+    lines: dict[str, list[Comparison]] = {}
+    is_complete = True
+    for name in (*first, *arguments.only):
+        torch.set_num_threads(arguments.threads)  # a case may have set another number
+        lines[name], came_to_end = run_case(name, cases[name](settings), notes, console)
+        is_complete &= came_to_end
+        report.comparisons.extend(lines[name])
+        if arguments.json:
+            report.write_json(arguments.json)  # after each case: a run that is cut short leaves what it has
+    report.print_table(console)
+    for note in dict.fromkeys(notes):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    return lines, 0 if is_complete else 1
 
 
 def benchmark_parser(description: str, cases: Iterable[str], repeats: str) -> argparse.ArgumentParser:

@@ -27,6 +27,7 @@ from common import (
     describe_machine,
     peak_memory_mib,
     print_machine,
+    run_cases,
     sample_seconds,
 )
 from flash_dmattn import attention, varlen_attention
@@ -289,7 +290,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     machine = describe_machine()
@@ -301,18 +302,11 @@ def main() -> None:
     )
     if arguments.measure_memory:
         print(measure_memory(settings, arguments.measure_memory))
-        return
+        return 0
     console = Console(width=None if sys.stdout.isatty() else 160)
     print_machine(machine, console)
-    report = Report(machine)
-    for name in arguments.only:
-        torch.set_num_threads(arguments.threads)
-        with console.status(f"{name} ..."):
-            report.comparisons.extend(CASES[name](settings))
-    report.print_table(console)
-    if arguments.json:
-        report.write_json(arguments.json)
+    return run_cases(CASES, settings, Report(machine), console, arguments, [])[1]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

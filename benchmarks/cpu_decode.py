@@ -25,6 +25,7 @@ from common import (
     compare_samples,
     describe_machine,
     print_machine,
+    run_cases,
     sample_seconds,
 )
 from flash_dmattn import KeptKeys, KeyIndices, KeyIntervals, attention, select_keys
@@ -189,7 +190,7 @@ def rows(settings: Settings) -> Iterator[Comparison]:
 CASES = {"step": step, "gather": gather, "lengths": lengths, "rows": rows}
 
 
-def main() -> None:
+def main() -> int:
     arguments = benchmark_parser(__doc__.split("\n")[0], CASES, "pairs of samples per line").parse_args()
     torch.set_num_threads(arguments.threads)
     machine = describe_machine()
@@ -197,13 +198,9 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 180)
     print_machine(machine, console)
     report = Report(machine, title="Decode; ratio = other / flash_dmattn (its quartiles)")
-    for name in arguments.only:
-        with console.status(f"{name} ..."), torch.no_grad():
-            report.comparisons.extend(CASES[name](settings))
-    report.print_table(console)
-    if arguments.json:
-        report.write_json(arguments.json)
+    with torch.no_grad():
+        return run_cases(CASES, settings, report, console, arguments, [])[1]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,6 +33,7 @@ from common import (
     describe_machine,
     measure_samples,
     print_machine,
+    run_cases,
     sample_seconds,
 )
 from flash_dmattn import (
@@ -353,7 +354,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     machine = describe_machine()
@@ -361,19 +362,11 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 180)
     print_machine(machine, console)
     report = Report(machine, title="Dynamic masks; ratio = other / flash_dmattn (its quartiles)")
-    drawn = []
-    for name in arguments.only:
-        torch.set_num_threads(arguments.threads)
-        with console.status(f"{name} ..."):
-            lines = list(CASES[name](settings))
-        report.comparisons.extend(lines)
-        drawn = lines if name == "lengths" else drawn
-    report.print_table(console)
-    if arguments.json:
-        report.write_json(arguments.json)
+    lines, status = run_cases(CASES, settings, report, console, arguments, [])
     if arguments.plot:
-        plot(drawn, arguments.plot)
+        plot(lines["lengths"], arguments.plot)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,7 +27,7 @@ from common import (
     describe_machine,
     measure_samples,
     print_machine,
-    run_case,
+    run_cases,
 )
 from flash_dmattn import KeyIndices, attention, plan_report
 from rich.console import Console
@@ -94,15 +94,8 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 180)
     print_machine(machine, console)
     report = Report(machine, title="Lists of keys per query; ratio = other / flash_dmattn (its quartiles)")
-    notes: list[str] = []
-    for choice in arguments.only:
-        report.comparisons.extend(run_case(choice, compare(settings, choice), notes, console)[0])
-    report.print_table(console)
-    for note in notes:
-        console.print(note)
-    if arguments.json:
-        report.write_json(arguments.json)
-    return 1 if notes else 0
+    cases = {choice: partial(compare, choice=choice) for choice in POOLS}
+    return run_cases(cases, settings, report, console, arguments, [])[1]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import Comparison, Report, benchmark_parser, describe_machine, run_case
+from common import Comparison, Report, benchmark_parser, describe_machine, run_cases
 from flash_dmattn import KeyIntervals, PreparedMask, attention, prepare_mask, select_keys
 from gpu_common import (
     CUDNN,
@@ -552,20 +552,11 @@ def main() -> int:
     report = Report(machine, title="On the GPU; ratio = other's time over ours (its quartiles)")
     bench = Bench(max(2, arguments.repeats), arguments.quick)
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
-    is_complete, drawn, cases = True, [], {"ceilings": ceilings, **CASES}
-    for name in ("ceilings", *arguments.only):
-        lines, came_to_end = run_case(name, cases[name](bench), bench.notes, console)
-        is_complete &= came_to_end
-        report.comparisons.extend(lines)
-        drawn = lines if name == "windows" else drawn
-        if arguments.json:
-            report.write_json(arguments.json)  # after each case: a run that is cut short leaves what it has
-    report.print_table(console)
-    for note in dict.fromkeys(bench.notes):
-        console.print(f"note: {note}", highlight=False, markup=False)
-    if arguments.plot and drawn:
-        plot(drawn, arguments.plot)
-    return 0 if is_complete else 1
+    cases = {"ceilings": ceilings, **CASES}
+    lines, status = run_cases(cases, bench, report, console, arguments, bench.notes, first=["ceilings"])
+    if arguments.plot and lines.get("windows"):
+        plot(lines["windows"], arguments.plot)
+    return status
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 import torch
 import transformers
-from common import Comparison, Report, benchmark_parser, describe_machine, run_case
+from common import Comparison, Report, benchmark_parser, describe_machine, run_cases
 from flash_dmattn.integrations import doge
 from rich.console import Console
 from torch import Tensor
@@ -443,17 +443,7 @@ def main() -> int:
     report = Report(machine, title="Doge; ratio = other's time or memory over ours (its quartiles)")
     bench = Bench(max(2, arguments.repeats), arguments.quick)
     check_equal(bench)
-    is_complete = True
-    for name in arguments.only:
-        lines, came_to_end = run_case(name, CASES[name](bench), bench.notes, console)
-        is_complete &= came_to_end
-        report.comparisons.extend(lines)
-        if arguments.json:
-            report.write_json(arguments.json)  # after each case: a run that is cut short leaves what it has
-    report.print_table(console)
-    for note in dict.fromkeys(bench.notes):
-        console.print(f"note: {note}", highlight=False, markup=False)
-    return 0 if is_complete else 1
+    return run_cases(CASES, bench, report, console, arguments, bench.notes)[1]
 
 
 if __name__ == "__main__":
