@@ -59,8 +59,10 @@ def varlen_attention(
         out (Tq, H, D) in query's dtype, and with return_lse lse (H, Tq), as in `attention`.
 
     Raises:
-        As `attention`, and TypeError: window_size is not an int. ValueError: bounds of another shape, dtype or device;
-        a mask or bias of another form; window_size with nothing to select by, or scores without window_size.
+        TypeError: as `attention`; window_size is not an int.
+        ValueError: as `attention`; bounds of another shape, dtype or device; a mask or bias of another form;
+            window_size with nothing to select by, or scores without window_size.
+        RuntimeError: as `attention`.
     """
     _check_tokens(query, key, value, cu_seqlens_q, cu_seqlens_k)
     _check_mask(mask, query, key)
@@ -117,7 +119,9 @@ def flash_dmattn_varlen_func(
         out (Tq, H, D).
 
     Raises:
-        As `varlen_attention`; TypeError: window_size is not two ints; ValueError: an argument that must be left out.
+        TypeError: as `varlen_attention`; window_size is not two ints.
+        ValueError: as `varlen_attention`; an argument that must be left out.
+        RuntimeError: as `attention`.
     """
     _refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
     left, right = _sliding_window(window_size)
