@@ -4,6 +4,7 @@ for which there are no kernels. Values are checked by the library."""
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -75,6 +76,23 @@ def as_int(name: str, value: object) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must fit 64 bits; got {name} {value}")
     return int(value)
+
+
+def as_length(name: str, value: object) -> int:
+    """The value as a number of rows or keys.
+
+    Raises:
+        TypeError: it is no integer. ValueError: it is negative, or 2^31 or more.
+    """
+    value = as_int(name, value)
+    if not 0 <= value < 2**31:
+        raise ValueError(f"{name} must be between 0 and 2^31 - 1; got {name} {value}")
+    return value
+
+
+def broadcasts(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether all sizes are equal or 1, pair by pair."""
+    return all(size == other or 1 in (size, other) for size, other in zip(sizes, others, strict=True))
 
 
 def as_number(name: str, value: object) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import as_int, check_layout, check_optional_tensor
+from ._arguments import as_length, check_layout, check_optional_tensor
 
 
 class DocumentKeys(NamedTuple):
@@ -137,9 +137,7 @@ def _read_bounds(
             f"{str(bounds.dtype).removeprefix('torch.')} {tuple(bounds.shape)}"
         )
     if length is not None:
-        length = as_int(length_name, length)
-        if not 0 <= length < 2**31:
-            raise ValueError(f"{length_name} must be between 0 and 2^31 - 1; got {length_name} {length}")
+        length = as_length(length_name, length)
     if bounds.device.type != "cpu":
         if length is None:
             raise ValueError(

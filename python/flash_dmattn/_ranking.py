@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._arguments import as_length
 from ._documents import documents_of_keys
 
 
@@ -86,8 +87,7 @@ def _check_scores(scores: Tensor, seqlen_q: int, key_mask: Tensor | None) -> Non
             "scores must be float16, bfloat16, float32 or float64; got scores "
             f"{str(scores.dtype).removeprefix('torch.')}"
         )
-    if not 0 <= seqlen_q < 2**31:
-        raise ValueError(f"seqlen_q must be between 0 and 2^31 - 1; got seqlen_q {seqlen_q}")
+    as_length("seqlen_q", seqlen_q)
     if key_mask is None:
         return
     if key_mask.dtype != torch.bool:

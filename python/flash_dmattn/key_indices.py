@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ._arguments import as_int, check_layout, check_optional_tensor, check_tensor
+from ._arguments import as_int, as_length, broadcasts, check_layout, check_optional_tensor, check_tensor
 from .selection import KeyIntervals
 
 _LAST = 2**31 - 1
@@ -74,10 +74,9 @@ class KeyIndices:
                 f"{name} must be on the device of indices; got {name} on {value.device}, "
                 f"indices on {self.indices.device}"
             )
-        for own, others in zip(self.indices.shape[:2], value.shape[:2], strict=True):
-            if own != others and 1 not in (own, others):
-                shapes = f"{name} {tuple(value.shape)}, indices {tuple(self.indices.shape)}"
-                raise ValueError(f"{name} must have as many batch elements and heads as indices, or 1; got {shapes}")
+        if not broadcasts(self.indices.shape[:2], value.shape[:2]):
+            shapes = f"{name} {tuple(value.shape)}, indices {tuple(self.indices.shape)}"
+            raise ValueError(f"{name} must have as many batch elements and heads as indices, or 1; got {shapes}")
 
     @property
     def shape(self) -> torch.Size:
@@ -109,9 +108,7 @@ class KeyIndices:
             seqlen_k: Sk, which the lists do not tell.
             seqlen_q: Sq, needed for lists that all rows share if there are intervals; default: that of the indices.
         """
-        seqlen_k = as_int("seqlen_k", seqlen_k)
-        if not 0 <= seqlen_k <= _LAST:
-            raise ValueError(f"seqlen_k must be between 0 and 2^31 - 1; got seqlen_k {seqlen_k}")
+        seqlen_k = as_length("seqlen_k", seqlen_k)
         rows = self.indices.shape[2] if seqlen_q is None else as_int("seqlen_q", seqlen_q)
         if self.indices.shape[2] not in (1, rows):
             raise ValueError(f"seqlen_q must be the {self.indices.shape[2]} rows of the indices; got seqlen_q {rows}")
@@ -150,10 +147,9 @@ class KeyIndices:
         _check_dimensions("other", other, 3, (torch.bool,), "bool per key,")
         if self.key_mask is None:
             return replace(self, key_mask=other)
-        for own, others in zip(self.key_mask.shape, other.shape, strict=True):
-            if own != others and 1 not in (own, others):
-                shapes = f"{tuple(other.shape)}, {tuple(self.key_mask.shape)}"
-                raise ValueError(f"other must broadcast with the mask that is held, (B, heads, Sk); got {shapes}")
+        if not broadcasts(self.key_mask.shape, other.shape):
+            shapes = f"{tuple(other.shape)}, {tuple(self.key_mask.shape)}"
+            raise ValueError(f"other must broadcast with the mask that is held, (B, heads, Sk); got {shapes}")
         return replace(self, key_mask=self.key_mask & other)
 
 

@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _library
-from ._arguments import as_int, check_bool, check_layout, warn_of_two_readings
+from ._arguments import as_int, as_length, check_bool, check_layout, warn_of_two_readings
 from ._visibility import Visibility
 from .key_indices import KeyIndices
 from .selection import KeyIntervals, unchecked_intervals
 
 BareMask = Tensor | KeyIntervals | KeyIndices
 """What says which keys each query row sees: bool, intervals of rows per key, or lists of keys per row."""
-
-_ALL_ROWS = 2**31 - 1  # where an interval ends that knows no number of rows; attention clamps it
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -148,7 +146,8 @@ def prepare_mask(
         TypeError: the mask is none of the three. ValueError: its shape, dtype, device or lengths.
     """
     check_bool("is_causal", is_causal)
-    seqlen_q, seqlen_k = _checked_length("seqlen_q", seqlen_q), _checked_length("seqlen_k", seqlen_k)
+    seqlen_q = None if seqlen_q is None else as_length("seqlen_q", seqlen_q)
+    seqlen_k = None if seqlen_k is None else as_length("seqlen_k", seqlen_k)
     if isinstance(mask, KeyIndices):
         return _prepare_indices(mask, seqlen_q, seqlen_k, is_causal)
     if isinstance(mask, KeyIntervals):
@@ -195,15 +194,6 @@ def _prepare_indices(lists: KeyIndices, seqlen_q: int | None, seqlen_k: int | No
         raise ValueError("seqlen_k must be given for KeyIndices, which do not tell how many keys there are; got None")
     _library.check_data("mask", lists.indices)
     return _make(lists, seqlen_q if rows == 1 else rows, seqlen_k, is_causal)
-
-
-def _checked_length(name: str, length: int | None) -> int | None:
-    if length is None:
-        return None
-    length = as_int(name, length)
-    if not 0 <= length <= _ALL_ROWS:
-        raise ValueError(f"{name} must be between 0 and 2^31 - 1; got {name} {length}")
-    return length
 
 
 def _check_keys(mask: Tensor | KeyIntervals, keys: int, seqlen_k: int | None) -> None:

@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from . import _library
 from ._arguments import (
     as_int,
+    as_length,
+    broadcasts,
     check_bool,
     check_layout,
     check_optional_tensor,
@@ -75,7 +77,7 @@ class KeyIntervals:
 
     def dense_mask(self, seqlen_q: int) -> Tensor:
         """The same as a mask, to look at: bool (B or 1, heads, Sq, Sk), True = visible. Holds Sq * Sk elements."""
-        row = torch.arange(_length("seqlen_q", seqlen_q), device=self.device)[:, None]
+        row = torch.arange(as_length("seqlen_q", seqlen_q), device=self.device)[:, None]
         return (self.begin[..., None, :] <= row) & (row < self.end[..., None, :])
 
     def kept_scores(self, seqlen_q: int | None = None) -> int:
@@ -84,7 +86,7 @@ class KeyIntervals:
         Args:
             seqlen_q: clamps the intervals; None takes them as they are, which suits what `select_keys` makes.
         """
-        end = self.end if seqlen_q is None else self.end.clamp(max=_length("seqlen_q", seqlen_q))
+        end = self.end if seqlen_q is None else self.end.clamp(max=as_length("seqlen_q", seqlen_q))
         return int((end.long() - self.begin.clamp(min=0)).clamp(min=0).sum())
 
     def intersection(self, other: KeyIntervals | Tensor) -> KeyIntervals:
@@ -125,9 +127,8 @@ class KeyIntervals:
         return KeyIntervals(torch.where(shown, self.begin, 0), torch.where(shown, self.end, 0), self.window_size)
 
     def _check_broadcast(self, shape: Sequence[int], name: str) -> None:
-        for own, others in zip(self.shape[:2], shape[:2], strict=True):
-            if own != others and 1 not in (own, others):
-                raise ValueError(f"{name} must broadcast to {tuple(self.shape)}, (B, heads, Sk); got {tuple(shape)}")
+        if not broadcasts(self.shape[:2], shape[:2]):
+            raise ValueError(f"{name} must broadcast to {tuple(self.shape)}, (B, heads, Sk); got {tuple(shape)}")
         if shape[2] != self.shape[2]:
             raise ValueError(f"{name} must have {self.shape[2]} keys; got {tuple(shape)}, (B, heads, Sk)")
 
@@ -168,8 +169,8 @@ class KeyIntervals:
         The window is causal with right = 0 and then shows left + 1 keys. Other arguments and result as in `causal`.
         """
         seqlen_q, seqlen_k = _lengths(seqlen_q, seqlen_k)
-        left = None if left is None else _length("left", left)
-        right = None if right is None else _length("right", right)
+        left = None if left is None else as_length("left", left)
+        right = None if right is None else as_length("right", right)
         key, existing = _positions(seqlen_k, seqlens_k, device)
         row = key - (existing - seqlen_q)  # that stands where the key does
         begin = torch.zeros_like(row) if right is None else (row - right).clamp(0, seqlen_q)
@@ -206,7 +207,7 @@ class KeyIntervals:
             device = prefix_length.device if device is None else device
             prefix_length = prefix_length.to(device)[:, None, None]
         else:
-            prefix_length = _length("prefix_length", prefix_length)
+            prefix_length = as_length("prefix_length", prefix_length)
         others = cls.causal(seqlen_q, seqlen_k, seqlens_k=seqlens_k, device=device)
         key = torch.arange(others.shape[2], device=others.device)
         begin = torch.where((key < prefix_length) & (others.begin < others.end), 0, others.begin)
@@ -303,16 +304,9 @@ def select_keys(
     return KeyIntervals(*bounds, packed_window_size(window_size, causal, *documents))
 
 
-def _length(name: str, value: int) -> int:
-    value = as_int(name, value)
-    if not 0 <= value < 2**31:
-        raise ValueError(f"{name} must be between 0 and 2^31 - 1; got {name} {value}")
-    return value
-
-
 def _lengths(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
-    seqlen_q = _length("seqlen_q", seqlen_q)
-    return seqlen_q, seqlen_q if seqlen_k is None else _length("seqlen_k", seqlen_k)
+    seqlen_q = as_length("seqlen_q", seqlen_q)
+    return seqlen_q, seqlen_q if seqlen_k is None else as_length("seqlen_k", seqlen_k)
 
 
 def _positions(
