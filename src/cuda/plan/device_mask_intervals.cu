@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "core/arena.h"
+#include "cuda/launch_blocks.cuh"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -145,18 +146,17 @@ cudaError_t mask_intervals(const MaskIntervalsProblem& problem, void* workspace,
   *inexact = arrays.inexact;
   const std::int64_t planes = problem.batch * problem.heads, keys = planes * problem.keys;
   if (!mask_intervals_fit(problem)) return cudaErrorInvalidConfiguration;
-  const auto key_blocks = static_cast<unsigned>(key_blocks_of(problem));
-  clear_kernel<<<key_blocks, kKeyThreads, 0, stream>>>(problem, arrays, keys);
-  const std::int64_t strips = strips_of(problem), segments = segments_of(problem), blocks = planes * strips * segments;
-  if (blocks > 0) {
-    const std::int64_t bytes = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(problem.mask)) |
-                               problem.strides[0] | problem.strides[1] | problem.strides[2];
-    auto* kernel = problem.strides[3] == 1 && bytes % 4 == 0 ? find_kernel<true> : find_kernel<false>;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(problem, arrays, static_cast<std::uint32_t>(strips),
-                                                                   static_cast<std::uint32_t>(segments));
-  }
-  judge_kernel<<<key_blocks, kKeyThreads, 0, stream>>>(problem, arrays, keys);
-  return cudaGetLastError();
+  const LaunchShape over_keys = {key_blocks_of(problem), kKeyThreads};
+  cudaError_t error = launch_blocks(clear_kernel, over_keys, stream, problem, arrays, keys);
+  if (error != cudaSuccess) return error;
+  const std::int64_t strips = strips_of(problem), segments = segments_of(problem);
+  const std::int64_t bytes = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(problem.mask)) |
+                             problem.strides[0] | problem.strides[1] | problem.strides[2];
+  error = launch_blocks(problem.strides[3] == 1 && bytes % 4 == 0 ? find_kernel<true> : find_kernel<false>,
+                        {planes * strips * segments, kThreads}, stream, problem, arrays,
+                        static_cast<std::uint32_t>(strips), static_cast<std::uint32_t>(segments));
+  if (error != cudaSuccess) return error;
+  return launch_blocks(judge_kernel, over_keys, stream, problem, arrays, keys);
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -7,6 +7,7 @@
 #include "cuda/plan/chunk_rules.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -274,7 +275,7 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
                        s_counts.unit_tiles};
   Staging staging;
   if constexpr (kStaged) {
-    extern __shared__ std::uint32_t s_staged[];  // kStagedBytes
+    auto* s_staged = dynamic_shared<std::uint32_t>();  // kStagedBytes
     staging = {reinterpret_cast<std::int32_t*>(s_staged), s_staged + kStagedKeys, s_staged + 2 * kStagedKeys};
   } else {
     const std::int64_t offset = entry * shape.capacity;
@@ -477,11 +478,9 @@ cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std:
 cudaError_t count_plan(const Visibility& visibility, const DevicePlan& plan, std::int64_t batch, std::int64_t heads,
                        PlanCounts* device_counts, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(device_counts, 0, sizeof *device_counts, stream);
-  if (error != cudaSuccess || batch * heads * plan.chunk_count == 0) return error;
-  const auto blocks = static_cast<unsigned>(batch * heads * plan.chunk_count);
-  count_plan_kernel<<<blocks, kCountThreads, 0, stream>>>(visibility, plan, static_cast<std::uint32_t>(heads),
-                                                          device_counts);
-  return cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  return launch_blocks(count_plan_kernel, {batch * heads * plan.chunk_count, kCountThreads}, stream, visibility, plan,
+                       static_cast<std::uint32_t>(heads), device_counts);
 }
 
 }  // namespace flash_dmattn::internal::cuda

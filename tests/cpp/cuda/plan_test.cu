@@ -13,6 +13,7 @@
 
 #include "cuda/plan/make_plan.h"
 #include "cuda/plan/pack_mask.h"
+#include "rounds.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -276,7 +277,7 @@ TEST_P(RandomPlans, AreThoseOfTheRules) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(MakePlan, RandomPlans, testing::Range(100u, 200u, 10u));
+INSTANTIATE_TEST_SUITE_P(MakePlan, RandomPlans, testing::Range(100u, 100u + 10 * rounds(10), 10u));
 
 class ManyKeys : public testing::TestWithParam<int> {};
 

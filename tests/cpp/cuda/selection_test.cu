@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "flash_dmattn/executor.h"
+#include "rounds.h"
 #include "selection/rank.h"
 #include "selection/select_keys.h"
 
@@ -252,18 +253,18 @@ TEST(SelectionCuda, EveryPathOnce) {
 
 TEST(SelectionCuda, SmallCases) {
   std::mt19937_64 rng(1);
-  for (int round = 0; round < 1200 && !HasFatalFailure(); ++round) check(random_case(rng, 60), rng);
+  for (int round = 0; round < rounds(1200) && !HasFatalFailure(); ++round) check(random_case(rng, 60), rng);
 }
 
 TEST(SelectionCuda, SomeChunks) {
   std::mt19937_64 rng(2);
-  for (int round = 0; round < 400 && !HasFatalFailure(); ++round) check(random_case(rng, 9000), rng);
+  for (int round = 0; round < rounds(400) && !HasFatalFailure(); ++round) check(random_case(rng, 9000), rng);
 }
 
 // More chunks than one block merges: lists of lists, windows below and above a chunk.
 TEST(SelectionCuda, ManyChunks) {
   std::mt19937_64 rng(3);
-  for (int round = 0; round < 60 && !HasFatalFailure(); ++round) {
+  for (int round = 0; round < rounds(60) && !HasFatalFailure(); ++round) {
     Case c = random_case(rng, 120000);
     c.keys += 15000;
     c.batch = 1;
