@@ -31,7 +31,7 @@ constexpr std::int64_t kMaxNewKeys = 16;
 // Afterwards `kept` holds what select_keys, with `causal` or without, keeps of all keys so far for the last row: the w
 // of highest score; among equal scores the newest stay, -0 equals 0, NaNs are equal and rank highest, -inf and the
 // dtype's lowest finite value are never kept. A new key takes the first empty place, or the place of the key that it
-// puts out. O(w) time per new key. CPU only.
+// puts out. O(w) time per new key.
 //
 // `lists`: int32 (B, heads, S, w), contiguous, or none: row i gets the indices of what is kept once the new keys 0 to i
 // are there, with negative ones for empty places. These are the lists of KeyIndices for S query rows at these keys.

@@ -33,7 +33,7 @@ def plan_size(query: Tensor, key: Tensor, visibility: Visibility) -> int:
     src/cuda/plan/prepared_visibility.cpp takes. In terms that symbolic sizes allow without guards."""
     batch, rows, heads = query.shape[:3]
     keys = key.shape[1]
-    mask, seqlens_k = visibility.mask, visibility.seqlens_k
+    mask, indices, seqlens_k = visibility.mask, visibility.indices, visibility.seqlens_k
     views = [_distinct(view) for view in visibility.planned]
     if not views or any(size == 0 for size in (batch, rows, heads, keys)):
         return 0
@@ -56,10 +56,16 @@ def plan_size(query: Tensor, key: Tensor, visibility: Visibility) -> int:
         _UNIT_BITS * chunks * tiles,  # tile_full
         _INT32 * chunks * _CHUNK_UNITS,  # unit_tiles
     ]
-    if mask is not None and views[0][2] != 1:
-        mask_batches, mask_heads, _, mask_keys = views[0]
-        entries = mask_batches * mask_heads * row_chunks * mask_keys
-        arrays += [_INT32 * entries * _CHUNK_WORDS, _INT32 * entries]  # words and units of the packed mask
+    packed = None  # (batches, heads, keys) of what is packed: lists, or a mask that differs by row
+    if indices is not None:
+        lists = [_distinct(view) for view in (indices, visibility.index_lengths) if view is not None]
+        list_batches, list_heads, *_ = (functools.reduce(torch.sym_max, sizes) for sizes in zip(*lists, strict=True))
+        packed = list_batches, list_heads, keys
+    elif mask is not None and views[0][2] != 1:
+        packed = views[0][0], views[0][1], views[0][3]
+    if packed is not None:
+        entries = packed[0] * packed[1] * row_chunks * packed[2]
+        arrays += [_INT32 * entries * _CHUNK_WORDS, _INT32 * entries]  # words and units
     return _ALIGNMENT * sum(_divide_up(size, _ALIGNMENT) for size in arrays)
 
 

@@ -203,8 +203,7 @@ def select_keys(
 
 
 def append_kept_keys(indices: Tensor, scores: Tensor, new_scores: Tensor, positions: Tensor) -> Tensor:
-    """Calls the operator, which writes to indices and scores and is for the CPU only. Source:
-    include/flash_dmattn/kept_keys.h.
+    """Calls the operator, which writes to indices and scores. Source: include/flash_dmattn/kept_keys.h.
 
     Returns:
         lists, int32 (B, heads, S, w).

@@ -159,10 +159,9 @@ class KeptKeys:
     def append_(self, new_scores: Tensor, positions: Tensor) -> KeyIndices:
         """Takes new keys in, in place, in O(w) time for each, however many keys the cache has.
 
-        Afterwards this holds the keys that `select_keys` on all scores so far would keep for the last row. On the CPU
-        this is an operator of the library's: a new key takes the first empty place, or that of the key that it puts
-        out. On other devices it is composed of torch operations, as exact: they sort the w + S candidates, so that keys
-        stand by rank, best first. The host waits for nothing on either.
+        Afterwards this holds the keys that `select_keys` on all scores so far would keep for the last row: a new key
+        takes the first empty place, or that of the key that it puts out. One kernel on a GPU, for which the host does
+        not wait.
 
         Args:
             new_scores: (B, heads, S), S at most 16, any strides, of the dtype of `scores`; detached. -inf: not to be
@@ -181,37 +180,7 @@ class KeptKeys:
         """
         check_tensor("new_scores", new_scores)
         check_tensor("positions", positions)
-        if self.device.type in ("cpu", "meta"):
-            return KeyIndices(_library.append_kept_keys(self.indices, self.scores, new_scores, positions))
-        self._check_new_keys(new_scores, positions)
-        return KeyIndices(append_by_sorting(self.indices, self.scores, new_scores.detach(), positions))
-
-    def _check_new_keys(self, new_scores: Tensor, positions: Tensor) -> None:
-        """What the operator checks."""
-        for name, tensor in (("new_scores", new_scores), ("positions", positions)):
-            if tensor.device != self.device:
-                raise ValueError(
-                    f"{name} must be on the device of indices; got {name} on {tensor.device}, indices on {self.device}"
-                )
-        if new_scores.dtype != self.scores.dtype:
-            raise ValueError(
-                "new_scores must have the dtype of scores; "
-                f"got {_shown('new_scores', new_scores)}, {_shown('scores', self.scores)}"
-            )
-        if (
-            new_scores.dim() != 3
-            or new_scores.shape[:2] != self.indices.shape[:2]
-            or new_scores.shape[2] > MAX_NEW_KEYS
-        ):
-            raise ValueError(
-                f"new_scores must be (B, heads, S) for indices (B, heads, w), with S at most {MAX_NEW_KEYS}; "
-                f"got new_scores {tuple(new_scores.shape)}, indices {tuple(self.indices.shape)}"
-            )
-        if positions.dtype != torch.int32 or positions.shape != self.indices.shape[:1]:
-            raise ValueError(
-                f"positions must be int32 with the shape (B) = ({self.indices.shape[0]}); "
-                f"got {_shown('positions', positions)}"
-            )
+        return KeyIndices(_library.append_kept_keys(self.indices, self.scores, new_scores, positions))
 
     def reorder_(self, beam_idx: Tensor) -> KeptKeys:
         """Batch element b becomes what beam_idx[b] was, in place, as in a cache whose beams are reordered.
@@ -239,42 +208,6 @@ class KeptKeys:
         for tensor in (self.indices, self.scores):
             tensor.copy_(tensor.index_select(0, beam_idx))
         return self
-
-
-def append_by_sorting(indices: Tensor, scores: Tensor, new_scores: Tensor, positions: Tensor) -> Tensor:
-    """The operator append_kept_keys, composed of torch operations that run on any device and wait for nothing.
-
-    Returns:
-        The same lists, each by rank, best first, as the state is afterwards.
-    """
-    window, rows = indices.shape[2], new_scores.shape[2]
-    if window == 0 or rows == 0:
-        return indices.new_empty((*indices.shape[:2], rows, window))
-    step = torch.arange(rows, device=indices.device)
-    new_indices = (positions[:, None].long() + step)[:, None].expand(new_scores.shape)
-    new_indices = torch.where(new_indices <= torch.iinfo(torch.int32).max, new_indices, -1).int()
-    candidates = torch.cat([indices, new_indices], 2)
-    ranked = torch.cat([scores, new_scores], 2)
-    # From which row on each is there, those that may never be kept from none on.
-    arrival = torch.cat([step.new_full((window,), 0), step]).expand(candidates.shape)
-    may_stay = (candidates >= 0) & ~(ranked <= torch.finfo(ranked.dtype).min)
-    arrival = torch.where(may_stay, arrival, rows)
-    # Best first: by score, and among equals, which the second sort leaves in the order of the first, the newest first.
-    # Zeros and NaNs of one sign each, since a sort by bits would tell them apart.
-    comparable = torch.where(ranked.isnan(), torch.nan, ranked + 0.0)
-    order = candidates.argsort(dim=2, descending=True, stable=True)
-    order = order.gather(2, comparable.gather(2, order).argsort(dim=2, descending=True, stable=True))
-    candidates, ranked, arrival = (tensor.gather(2, order) for tensor in (candidates, ranked, arrival))
-    # Row by row the first `window` of those that are there move to the places 0, 1, ..., all others to one too many.
-    is_there = arrival[:, :, None] <= step[:, None]
-    place = (is_there.cumsum(3) - 1).clamp(max=window)
-    place = torch.where(is_there, place, window)
-    shape = (*place.shape[:3], window + 1)
-    lists = indices.new_full(shape, -1).scatter_(3, place, candidates[:, :, None].expand(place.shape))
-    kept_scores = scores.new_full((*shape[:2], window + 1), -torch.inf).scatter_(2, place[:, :, -1], ranked)
-    indices.copy_(lists[:, :, -1, :window])
-    scores.copy_(kept_scores[..., :window])
-    return lists[..., :window].contiguous()
 
 
 def _shown(name: str, tensor: Tensor) -> str:

@@ -14,10 +14,6 @@ Status append_kept_keys(const NewKeys& new_keys, const KeptKeys& kept, const Ten
   Status status = internal::make_kept_keys_problem(new_keys, kept, lists, &problem);
   if (status.ok()) status = internal::find_backend(context.device, problem.dtype, &backend);
   if (!status.ok()) return status;
-  if (backend->append_kept_keys == nullptr) {
-    return Status::invalid("device", "must be cpu, since no other has a kernel that appends to kept keys yet",
-                           internal::name_of(context.device.kind));
-  }
   return backend->append_kept_keys(problem, internal::call_of(context));
 } catch (const std::exception& error) {
   return internal::status_of_exception(error);

@@ -55,7 +55,6 @@ struct Backend {
   Query<SelectionProblem> selection_workspace = nullptr;
   Status (*select_keys)(const SelectionProblem&, void* workspace, const CallContext&) = nullptr;
 
-  // Left null: kept keys cannot be appended to.
   Status (*append_kept_keys)(const KeptKeysProblem&, const CallContext&) = nullptr;
 
   Query<MaskIntervalsProblem> mask_intervals_workspace = nullptr;

@@ -8,6 +8,7 @@
 #include "cuda/device_kernels.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
+#include "cuda/selection/append_kept_keys.h"
 #include "cuda/selection/device_selection.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -77,6 +78,11 @@ Status selection_workspace(const SelectionProblem& problem, std::size_t* bytes) 
 
 Status select_on_device(const SelectionProblem& problem, void* workspace, void* stream) {
   return status_of(select_keys(problem, workspace, static_cast<cudaStream_t>(stream)));
+}
+
+Status append_on_device(const KeptKeysProblem& problem, void* stream) {
+  if (Status status = check_current_device(); !status.ok()) return status;
+  return status_of(append_kept_keys(problem, static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace flash_dmattn::internal::cuda

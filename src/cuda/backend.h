@@ -28,6 +28,7 @@ Status backward(const BackwardProblem&, void* workspace, void* stream);
 
 Status selection_workspace(const SelectionProblem&, std::size_t* bytes);
 Status select_on_device(const SelectionProblem&, void* workspace, void* stream);
+Status append_on_device(const KeptKeysProblem&, void* stream);
 
 // These two wait for the stream, since they answer on the host. For a problem that is not empty.
 Status plan_report_workspace(const AttentionProblem&, std::size_t* bytes);

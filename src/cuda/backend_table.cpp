@@ -21,6 +21,10 @@ Status enqueue_clear(void* memory, std::size_t bytes, const CallContext& call) {
   return status_of(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(call.stream)));
 }
 
+Status enqueue_appending(const KeptKeysProblem& problem, const CallContext& call) {
+  return append_on_device(problem, call.stream);
+}
+
 Status enqueue_plan(const AttentionProblem& problem, void* plan, void* workspace, const CallContext& call) {
   return make_attention_plan(problem, plan, workspace, call.stream);
 }
@@ -41,6 +45,7 @@ constinit const Backend kBackend = {
     .plan_report = enqueue<plan_report>,
     .selection_workspace = query<selection_workspace>,
     .select_keys = enqueue<select_on_device>,
+    .append_kept_keys = enqueue_appending,
     .mask_intervals_workspace = query<mask_intervals_workspace>,
     .mask_intervals = enqueue<find_intervals_on_device>,
 };

@@ -7,12 +7,10 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from flash_dmattn import KeptKeys, KeyIndices, attention, select_keys
-from flash_dmattn.kept_keys import append_by_sorting
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from selecting import visible_keys
@@ -25,16 +23,6 @@ INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 pytestmark = pytest.mark.devices("cpu", "cuda")
-
-
-def by_sorting(kept: KeptKeys, new_scores: Tensor, positions: Tensor) -> KeyIndices:
-    """What append_ does on devices without the operator."""
-    kept._check_new_keys(new_scores, positions)
-    return KeyIndices(append_by_sorting(kept.indices, kept.scores, new_scores, positions))
-
-
-WAYS = {"append_": KeptKeys.append_, "by_sorting": by_sorting}
-every_way = pytest.mark.parametrize("append", WAYS.values(), ids=WAYS.keys())
 
 
 def at(*positions: int) -> Tensor:
@@ -83,8 +71,8 @@ def histories(draw: st.DrawFn) -> tuple[Tensor, int, list[int]]:
 
 
 @settings(max_examples=300)
-@given(histories(), st.sampled_from(sorted(WAYS)), st.data())
-def test_append_equals_selecting_anew(history: tuple[Tensor, int, list[int]], way: str, data: st.DataObject) -> None:
+@given(histories(), st.data())
+def test_append_equals_selecting_anew(history: tuple[Tensor, int, list[int]], data: st.DataObject) -> None:
     scores, window, sizes = history
     batch, heads, keys = scores.shape
     # A prefill of some steps, then one step after another.
@@ -96,69 +84,64 @@ def test_append_equals_selecting_anew(history: tuple[Tensor, int, list[int]], wa
     assert_holds(kept, scores[..., :done])
     expected = visible_keys(scores, window, keys)
     for size in sizes[steps:]:
-        mask = WAYS[way](kept, scores[..., done : done + size], torch.full((batch,), done, dtype=torch.int32))
+        mask = kept.append_(scores[..., done : done + size], torch.full((batch,), done, dtype=torch.int32))
         assert mask.shape == (batch, heads, size, window)
         assert torch.equal(shown_by(mask.indices, keys), expected[:, :, done : done + size])
         done += size
         assert_holds(kept, scores[..., :done])
 
 
-@every_way
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_positions_differ_in_a_batch(append: Callable, rows: int) -> None:
+def test_positions_differ_in_a_batch(rows: int) -> None:
     scores, window = torch.randint(-3, 4, (3, 2, 80)).float(), 9
     lengths = at(0, 5, 40)
     kept = KeptKeys.from_scores(scores, window, lengths)
     assert_holds(kept, scores, lengths)
     for _ in range(2):
         new = torch.stack([one[:, n : n + rows] for one, n in zip(scores, lengths.tolist(), strict=True)])
-        mask, lengths = append(kept, new, lengths), lengths + rows
+        mask, lengths = kept.append_(new, lengths), lengths + rows
         assert_holds(kept, scores, lengths)
         expected = visible_keys(scores, window, rows, seqlens_k=lengths)
         assert torch.equal(shown_by(mask.indices, 80), expected)
 
 
-@every_way
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values_in_every_order(append: Callable, dtype: torch.dtype) -> None:
+def test_special_values_in_every_order(dtype: torch.dtype) -> None:
     values = torch.tensor(special_values(dtype), dtype=dtype)
     order = torch.cat([torch.randperm(len(values)) for _ in range(8)])
     scores = values[torch.stack([order, order.flip(0)])][None]
     for window in (1, 2, 5, 20, 60):
         kept = KeptKeys.empty(1, 2, window, dtype=dtype)
         for key in range(scores.shape[2]):
-            append(kept, scores[..., key : key + 1], at(key))
+            kept.append_(scores[..., key : key + 1], at(key))
             assert_holds(kept, scores[..., : key + 1])
 
 
-@every_way
-def test_keys_without_an_index_are_not_kept(append: Callable) -> None:
+def test_keys_without_an_index_are_not_kept() -> None:
     kept = KeptKeys.empty(2, 1, 4)
-    mask = append(kept, torch.ones(2, 1, 3), at(-2, 2**31 - 2))
+    mask = kept.append_(torch.ones(2, 1, 3), at(-2, 2**31 - 2))
     assert sorted(kept.indices[0, 0].tolist()) == [-1, -1, -1, 0]
     assert sorted(kept.indices[1, 0].tolist()) == [-1, -1, 2**31 - 2, 2**31 - 1]
     assert (mask.indices[0, 0, :2] == -1).all()
 
 
-@every_way
-def test_hidden_keys(append: Callable) -> None:
+def test_hidden_keys() -> None:
     """Padding: by key_mask in a prefill, by -inf afterwards."""
     scores, hidden = torch.randn(2, 3, 50), torch.rand(2, 1, 50) < 0.4
     kept = KeptKeys.from_scores(scores[..., :30], 8, key_mask=~hidden[..., :30])
     scores = scores.masked_fill(hidden, -INF)
     for done in (30, 40):
-        append(kept, scores[..., done : done + 10], at(done, done))
+        kept.append_(scores[..., done : done + 10], at(done, done))
     assert_holds(kept, scores)
 
 
-@every_way
-def test_a_copy_is_returned_and_the_state_written_to(append: Callable) -> None:
+def test_a_copy_is_returned_and_the_state_written_to() -> None:
     scores = torch.randn(2, 2, 20)
     kept = KeptKeys.from_scores(scores, 6)
     held = kept.indices, kept.scores
-    first = append(kept, torch.full((2, 2, 1), 9.0), at(20, 20))
+    first = kept.append_(torch.full((2, 2, 1), 9.0), at(20, 20))
     before = first.indices.clone()
-    append(kept, torch.full((2, 2, 1), 9.0), at(21, 21))
+    kept.append_(torch.full((2, 2, 1), 9.0), at(21, 21))
     assert torch.equal(first.indices, before) and not torch.equal(kept.indices, before[:, :, 0])
     assert (kept.indices, kept.scores) == held  # the same tensors
     assert (kept.indices == 21).any(2).all()
@@ -396,11 +379,10 @@ WRONG_STEPS = {
 
 
 @pytest.mark.devices("cpu")
-@every_way
 @pytest.mark.parametrize(("changes", "message"), WRONG_STEPS.values(), ids=WRONG_STEPS.keys())
-def test_wrong_steps_are_named(append: Callable, changes: dict, message: str) -> None:
+def test_wrong_steps_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        append(state(), **({"new_scores": torch.zeros(2, 3, 1), "positions": at(0, 0)} | changes))
+        state().append_(**({"new_scores": torch.zeros(2, 3, 1), "positions": at(0, 0)} | changes))
 
 
 @pytest.mark.devices("cpu")

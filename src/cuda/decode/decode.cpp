@@ -59,8 +59,9 @@ bool decode_applies(const AttentionProblem& problem) {
     const std::int64_t of_rows = view.row_stride != 0 ? problem.rows : 1;
     return of_rows * (differs_by_head(view, problem.group()) ? problem.group() : 1) <= kMostDistinctEntries;
   };
-  return problem.rows <= kMostRows && problem.keys >= kLeastKeys && few_entries(problem.visibility.mask) &&
-         few_entries(problem.visibility.intervals.begin) && few_entries(problem.visibility.intervals.end);
+  return problem.rows <= kMostRows && problem.keys >= kLeastKeys && !problem.visibility.indices.defined() &&
+         few_entries(problem.visibility.mask) && few_entries(problem.visibility.intervals.begin) &&
+         few_entries(problem.visibility.intervals.end);
 }
 
 std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim) {

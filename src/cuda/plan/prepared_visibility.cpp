@@ -8,15 +8,18 @@
 
 #include "cuda/attention/head_dims.h"
 #include "cuda/device_kernels.h"
+#include "cuda/plan/pack_indices.h"
 #include "cuda/plan/pack_mask.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
 
 // A mask with an entry of its own for every row is packed; others are read as they are, once a key.
+bool differs_by_row(const BroadcastView& mask) { return mask.defined() && without_copies(mask).rows > 1; }
+
+// Lists of keys are packed as well, whether rows have lists of their own or share one.
 bool needs_packing(const AttentionProblem& problem) {
-  const BroadcastView& mask = problem.visibility.mask;
-  return mask.defined() && without_copies(mask).rows > 1;
+  return problem.visibility.indices.defined() || differs_by_row(problem.visibility.mask);
 }
 
 // How many keys the rows of a chunk see at most; 0: unknown.
@@ -37,14 +40,14 @@ Visibility visibility_of(const AttentionProblem& problem) {
   visibility.seqlens_stride = views.seqlens_stride;
   visibility.begin = views.intervals.begin;
   visibility.end = views.intervals.end;
-  if (views.mask.defined() && !needs_packing(problem)) visibility.key_mask = without_copies(views.mask);
+  if (views.mask.defined() && !differs_by_row(views.mask)) visibility.key_mask = without_copies(views.mask);
   return visibility;
 }
 
 Status check_blocks(const AttentionProblem& problem) {
-  if (problem.visibility.indices.defined()) {
-    return Status::invalid("indices", "must be left out on CUDA, which has no kernels for lists of keys yet",
-                           "lists of " + std::to_string(problem.visibility.indices.entries.keys) + " entries");
+  if (problem.visibility.indices.defined() && differs_by_row(problem.visibility.mask)) {
+    return Status::invalid("mask", "must be the same for every row on CUDA where indices are given",
+                           "a mask of " + std::to_string(problem.visibility.mask.rows) + " rows");
   }
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // of a launch
   constexpr std::int64_t kLeastRows = 32;                                   // of a block
@@ -77,7 +80,8 @@ Status check_problem(const AttentionProblem& problem) {
 }
 
 bool is_planned(const AttentionProblem& problem) {
-  return problem.visibility.mask.defined() || problem.visibility.intervals.defined();
+  const VisibilityViews& visibility = problem.visibility;
+  return visibility.mask.defined() || visibility.intervals.defined() || visibility.indices.defined();
 }
 
 void PreparedVisibility::arrange(const AttentionProblem& problem, Arena* arena) {
@@ -98,8 +102,12 @@ void PreparedVisibility::arrange_plan(const AttentionProblem& problem, Arena* ar
   visibility = visibility_of(problem);
   if (needs_packing(problem)) {
     const BroadcastView& mask = problem.visibility.mask;
-    packed_memory_ = arena->take<std::byte>(packed_mask_bytes(mask, problem.rows, problem.keys));
-    visibility.packed = packed_mask_at(mask, problem.rows, problem.keys, packed_memory_);
+    const IndexViews& indices = problem.visibility.indices;
+    packed_memory_ =
+        arena->take<std::byte>(indices.defined() ? packed_indices_bytes(indices, problem.rows, problem.keys)
+                                                 : packed_mask_bytes(mask, problem.rows, problem.keys));
+    visibility.packed = indices.defined() ? packed_indices_at(indices, problem.rows, problem.keys, packed_memory_)
+                                          : packed_mask_at(mask, problem.rows, problem.keys, packed_memory_);
     // While only measured there are no words, and yet the plan's shape depends on there being some.
     static const std::uint32_t kNoWords = 0;
     if (packed_memory_ == nullptr) visibility.packed.words = &kNoWords;
@@ -117,7 +125,11 @@ void PreparedVisibility::write(const AttentionProblem& problem, Launches* launch
   if (!is_written()) return;  // written before, or nothing to plan
   if (needs_packing(problem)) {
     launches->then([&] {
-      return pack_mask(problem.visibility.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
+      const VisibilityViews& views = problem.visibility;
+      return views.indices.defined()
+                 ? pack_indices(views.indices, problem.rows, problem.keys, views.is_causal, packed_memory_,
+                                &visibility.packed, stream)
+                 : pack_mask(views.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
   }
   launches->then([&] {

@@ -35,15 +35,15 @@ class Launches {
 
 // Whether this backend takes the problem, on the current device.
 Status check_problem(const AttentionProblem& problem);
-// The part of check_problem that making a plan needs, too, and that asks no device: that there are no lists of keys,
-// and no launch has more blocks of rows than a grid may.
+// The part of check_problem that making a plan needs, too, and that asks no device: that no mask by row stands beside
+// lists of keys, and no launch has more blocks of rows than a grid may.
 Status check_blocks(const AttentionProblem& problem);
 
 // Whether a plan is needed: the causal rule and lengths alone are arithmetic.
 bool is_planned(const AttentionProblem& problem);
 
-// What hides keys, in the form in which it was given. A mask that differs by row is left out: its packed words are part
-// of a plan.
+// What hides keys, in the form in which it was given. Lists of keys and a mask that differs by row are left out: their
+// packed words are part of a plan.
 Visibility visibility_of(const AttentionProblem& problem);
 
 // Visibility and plan of a call. First the memory is arranged, by the same code whether the arena has some or only

@@ -97,6 +97,16 @@ __device__ int warp_partition_point(int size, Before before) {
   return static_cast<int>(first);
 }
 
+// The key of the lane whose number differs from this one's in the bits of `mask`.
+template <typename Key>
+__device__ Key shuffle_xor(Key key, int mask) {
+  return __shfl_xor_sync(kAllLanes, key, mask);
+}
+__device__ inline Uint128 shuffle_xor(Uint128 key, int mask) {
+  const std::uint64_t high = shuffle_xor(static_cast<std::uint64_t>(key >> 64), mask);
+  return static_cast<Uint128>(high) << 64 | shuffle_xor(static_cast<std::uint64_t>(key), mask);
+}
+
 template <typename T>
 __device__ T warp_sum(T value) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);

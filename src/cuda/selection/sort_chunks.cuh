@@ -7,15 +7,6 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Key>
-__device__ Key shuffle_xor(Key key, int mask) {
-  return __shfl_xor_sync(kAllLanes, key, mask);
-}
-__device__ inline Uint128 shuffle_xor(Uint128 key, int mask) {
-  const std::uint64_t high = shuffle_xor(static_cast<std::uint64_t>(key >> 64), mask);
-  return static_cast<Uint128>(high) << 64 | shuffle_xor(static_cast<std::uint64_t>(key), mask);
-}
-
 // Ascending by lane: a bitonic network.
 template <typename Key>
 __device__ Key warp_sort(Key key) {

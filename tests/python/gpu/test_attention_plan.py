@@ -36,6 +36,10 @@ def random_mask(*shape: int, density: float = 0.05) -> Tensor:
     return torch.rand(shape) < density
 
 
+def random_lists(*shape: int) -> Tensor:
+    return torch.randint(-3, KEYS + 3, shape, dtype=torch.int32)
+
+
 def lengths() -> Tensor:
     return torch.tensor([KEYS, 900], dtype=torch.int32)
 
@@ -66,6 +70,12 @@ VISIBLE: dict[str, Callable[[], Visibility]] = {
     "intervals": lambda: within(*bounds(2, 2, KEYS)),
     "intervals of all": lambda: within(*bounds(1, 1, KEYS), seqlens_k=lengths()),
     "both": lambda: within(*bounds(1, 4, KEYS), mask=random_mask(2, 1, ROWS, KEYS, density=0.5)),
+    "lists": lambda: Visibility(indices=random_lists(2, 2, ROWS, 90)),
+    "lists of blocks": lambda: Visibility(indices=random_lists(1, 1, ROWS, 3), index_block_size=64, is_causal=True),
+    "one list, with lengths": lambda: Visibility(
+        indices=random_lists(2, 1, 1, 90), index_lengths=torch.randint(-1, 100, (1, 4, ROWS), dtype=torch.int32)
+    ),
+    "lists within intervals": lambda: within(*bounds(1, 4, KEYS), indices=random_lists(2, 1, ROWS, 500)),
 }
 
 
@@ -419,7 +429,15 @@ def any_planned_call(draw: random.Random) -> tuple[Tensor, Tensor, Visibility]:
         begin = end = None
     seqlens_k = draw.choice((None, torch.zeros(batch).int(), torch.zeros(1).int().expand(batch)))
     window = draw.choice((0, 1, 1000, 4000, 100000))
-    return query, key, within(begin, end, False, mask=mask, seqlens_k=seqlens_k, interval_window=window)
+    visibility = within(begin, end, False, mask=mask, seqlens_k=seqlens_k, interval_window=window)
+    if draw.choice((True, False)):
+        return query, key, visibility
+    # Lists of keys, beside which a mask is the same for every row.
+    shape = [batch, draw.choice((key_heads, heads)), rows, draw.choice((0, 1, 30))]
+    if mask is not None and mask.dim() != 3:
+        visibility = visibility._replace(mask=None)
+    lengths = draw.choice((None, any_view([*shape[:2], 1, rows], 3, torch.int32, draw)))
+    return query, key, visibility._replace(indices=any_view(shape, 4, torch.int32, draw), index_lengths=lengths)
 
 
 @needs_kernels

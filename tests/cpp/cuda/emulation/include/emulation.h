@@ -196,6 +196,9 @@ constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
 
+struct alignas(8) uint2 {
+  std::uint32_t x, y;
+};
 struct alignas(16) uint4 {
   std::uint32_t x, y, z, w;
 };

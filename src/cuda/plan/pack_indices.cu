@@ -1,0 +1,162 @@
+#include "cuda/plan/pack_indices.h"
+
+#include <algorithm>
+
+#include "cuda/launch_blocks.cuh"
+#include "cuda/plan/pack_mask.h"
+#include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
+
+namespace flash_dmattn::internal::cuda {
+namespace {
+
+// A block packs a strip of keys of one unit of rows in shared memory, where bits are set in any order, and writes it
+// out key by key. Longer strips would read lists less often; this one leaves room for three blocks on a processor of
+// compute capability 9.0 and for one on the smallest.
+constexpr int kStripKeys = 8192;
+constexpr int kPackWarps = 16;
+constexpr int kPackThreads = 32 * kPackWarps;
+constexpr int kUnitWords = kUnitRows / kWordRows;
+static_assert(kUnitWords == 2);  // what a block writes of a key is 8 bytes
+constexpr std::size_t kSharedBytes = std::size_t{kUnitWords} * kStripKeys * sizeof(std::uint32_t);
+
+struct ListShape {
+  IndexViews indices;
+  std::int32_t rows, keys;
+  bool is_causal;
+  std::uint32_t heads, chunks, strips;  // packed heads
+  std::int64_t head_divisor;            // query heads of each
+  std::uint32_t* words;                 // (batches, heads, chunks, keys, kChunkWords)
+  std::uint32_t* units;                 // (batches, heads, chunks, keys), zeros
+};
+
+// What one row lists.
+struct RowList {
+  const std::int32_t* entries;
+  std::int64_t count, stride;
+};
+
+__device__ inline RowList list_of_row(const IndexViews& indices, std::int64_t batch, std::int64_t head,
+                                      std::int32_t row) {
+  const BroadcastView &entries = indices.entries, &lengths = indices.lengths;
+  std::int64_t count = entries.keys;
+  if (lengths.defined()) {
+    const std::int64_t length =
+        static_cast<const std::int32_t*>(lengths.data)[lengths.offset(batch, head) + row * lengths.row_stride];
+    count = min(max(length, std::int64_t{0}), count);
+  }
+  if (count == 0) return {nullptr, 0, 0};  // lists without entries have no memory
+  return {static_cast<const std::int32_t*>(entries.data) + entries.offset(batch, head) + row * entries.row_stride,
+          count, entries.key_stride};
+}
+
+// Sets bit `bit` of the strip's keys [first_key, first_key + keys) that the row lists. By all lanes of a warp.
+__device__ inline void set_listed_bits(const RowList& list, std::int64_t block_size, std::int32_t first_key,
+                                       std::int32_t keys, std::uint32_t bit, std::uint32_t* strip_words) {
+  const int lane = threadIdx.x % 32;
+  if (block_size == 1) {
+    for (std::int64_t i = lane; i < list.count; i += 32) {
+      // Unsigned, keys before the strip and negative ones are beyond all others.
+      const std::uint32_t key =
+          static_cast<std::uint32_t>(__ldg(list.entries + i * list.stride)) - static_cast<std::uint32_t>(first_key);
+      if (key < static_cast<std::uint32_t>(keys)) atomicOr(strip_words + key, bit);
+    }
+    return;
+  }
+  for (std::int64_t i = lane; i < list.count; i += 32) {
+    // A negative entry ends with key 0 or before it.
+    const std::int64_t begin = __ldg(list.entries + i * list.stride) * block_size - first_key;
+    const std::int64_t end = min(begin + block_size, std::int64_t{keys});
+    for (std::int64_t key = max(begin, std::int64_t{0}); key < end; ++key) atomicOr(strip_words + key, bit);
+  }
+}
+
+__global__ __launch_bounds__(kPackThreads) void pack_indices_kernel(const __grid_constant__ ListShape shape) {
+  std::uint32_t* words = dynamic_shared<std::uint32_t>();  // (kUnitWords, kStripKeys)
+  begin_dependent_kernel();
+  const std::uint32_t unit = blockIdx.x / shape.strips % kChunkUnits;
+  const std::uint32_t chunk = blockIdx.x / shape.strips / kChunkUnits % shape.chunks;
+  const std::uint32_t plane = blockIdx.x / shape.strips / kChunkUnits / shape.chunks;
+  const std::int64_t batch = plane / shape.heads, head = plane % shape.heads * shape.head_divisor;
+  const std::int32_t first_key = static_cast<std::int32_t>(blockIdx.x % shape.strips) * kStripKeys;
+  const std::int32_t keys = min(shape.keys - first_key, kStripKeys);
+  // Chunks may reach beyond the last row, by less than 2^31.
+  const std::int64_t first_row = std::int64_t{chunk} * kChunkRows + unit * kUnitRows;
+  const auto rows =
+      static_cast<std::int32_t>(min(max(shape.rows - first_row, std::int64_t{0}), std::int64_t{kUnitRows}));
+
+  for (int i = threadIdx.x; i < kUnitWords * kStripKeys; i += kPackThreads) words[i] = 0;
+  __syncthreads();
+  for (std::int32_t row = threadIdx.x / 32; row < rows; row += kPackWarps) {
+    // With every key existing, which hides least, the causal rule lets the row see its first row + 1 + Sk - Sq keys.
+    if (shape.is_causal && first_row + row + 1 + shape.keys - shape.rows <= first_key) continue;
+    const RowList list = list_of_row(shape.indices, batch, head, static_cast<std::int32_t>(first_row + row));
+    set_listed_bits(list, shape.indices.block_size, first_key, keys, 1u << row % kWordRows,
+                    words + row / kWordRows * kStripKeys);
+  }
+  __syncthreads();
+
+  const auto missing = [&](std::int32_t word) {  // bits of rows past the last
+    const std::int32_t left = min(max(rows - word * kWordRows, 0), kWordRows);
+    return left == kWordRows ? 0 : ~0u << left;
+  };
+  const std::uint32_t missing_low = missing(0), missing_high = missing(1);
+  const std::int64_t first_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys + first_key;
+  for (std::int32_t key = threadIdx.x; key < keys; key += kPackThreads) {
+    const std::uint32_t low = words[key], high = words[kStripKeys + key];
+    const std::int64_t entry = first_entry + key;
+    *reinterpret_cast<uint2*>(shape.words + entry * kChunkWords + unit * kUnitWords) = {low, high};
+    const bool any = (low | high) != 0, all = ((low | missing_low) & (high | missing_high)) == ~0u;
+    const std::uint32_t bits = (any ? 1u << unit : 0) | (all ? 1u << (kChunkUnits + unit) : 0);
+    if (bits != 0) atomicOr(shape.units + entry, bits);
+  }
+}
+
+// A mask with the bits that lists stand for: sizes and head divisor, no memory.
+BroadcastView mask_of(const IndexViews& indices, std::int64_t rows, std::int64_t keys) {
+  const BroadcastView entries = without_copies(indices.entries), lengths = without_copies(indices.lengths);
+  const bool by_lengths = indices.lengths.defined() && lengths.heads > entries.heads;
+  BroadcastView mask;
+  mask.batches = indices.lengths.defined() ? std::max(entries.batches, lengths.batches) : entries.batches;
+  mask.heads = by_lengths ? lengths.heads : entries.heads;
+  mask.head_divisor = by_lengths ? lengths.head_divisor : entries.head_divisor;
+  mask.rows = rows, mask.keys = keys;
+  mask.batch_stride = mask.head_stride = mask.row_stride = mask.key_stride = 1;
+  return mask;
+}
+
+}  // namespace
+
+std::size_t packed_indices_bytes(const IndexViews& indices, std::int64_t rows, std::int64_t keys) {
+  return packed_mask_bytes(mask_of(indices, rows, keys), rows, keys);
+}
+
+PackedMask packed_indices_at(const IndexViews& indices, std::int64_t rows, std::int64_t keys, void* memory) {
+  return packed_mask_at(mask_of(indices, rows, keys), rows, keys, memory);
+}
+
+cudaError_t pack_indices(const IndexViews& indices, std::int64_t rows, std::int64_t keys, bool is_causal, void* memory,
+                         PackedMask* packed, cudaStream_t stream) {
+  const BroadcastView mask = mask_of(indices, rows, keys);
+  *packed = packed_mask_at(mask, rows, keys, memory);
+  const std::int64_t chunks = (rows + kChunkRows - 1) / kChunkRows, planes = mask.batches * mask.heads;
+  const std::int64_t strips = (keys + kStripKeys - 1) / kStripKeys;
+  if (planes * chunks * strips == 0) return cudaSuccess;
+
+  ListShape shape = {};
+  shape.indices = indices;
+  shape.rows = static_cast<std::int32_t>(rows), shape.keys = static_cast<std::int32_t>(keys);
+  shape.is_causal = is_causal;
+  shape.heads = static_cast<std::uint32_t>(mask.heads), shape.chunks = static_cast<std::uint32_t>(chunks);
+  shape.strips = static_cast<std::uint32_t>(strips);
+  shape.head_divisor = mask.head_divisor;
+  shape.words = const_cast<std::uint32_t*>(packed->words);  // readers' pointers to what is written here
+  shape.units = const_cast<std::uint32_t*>(packed->units);
+  const auto entries = static_cast<std::size_t>(planes * chunks * keys);
+  const cudaError_t error = cudaMemsetAsync(shape.units, 0, entries * sizeof(std::uint32_t), stream);
+  if (error != cudaSuccess) return error;
+  return launch_blocks(pack_indices_kernel, {planes * chunks * kChunkUnits * strips, kPackThreads, kSharedBytes},
+                       stream, shape);
+}
+
+}  // namespace flash_dmattn::internal::cuda

@@ -1,0 +1,87 @@
+"""Lists of keys per query row on a GPU: packed to the bits of the mask that says the same, and so computed alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import assert_same_bits, make_case, run_library
+from compare import assert_case_close
+from flash_dmattn import KeptKeys, KeyIndices, attention, plan_report, prepare_mask
+from torch import Tensor
+
+pytestmark = pytest.mark.devices("cuda")
+
+ROWS, KEYS = 1100, 900
+FORMS = {  # (B or 1, heads or 1, Sq or 1, n), block_size, whether lists have lengths; B 2, H 4, Hkv 2
+    "of_all_heads": ((2, 1, ROWS, 60), 1, False),
+    "of_key_heads": ((1, 2, ROWS, 60), 1, True),
+    "of_heads": ((2, 4, ROWS, 20), 1, True),
+    "one_list": ((1, 1, 1, 200), 1, False),
+    "blocks": ((2, 2, ROWS, 3), 64, False),
+    "no_entries": ((1, 1, ROWS, 0), 1, False),
+}
+
+
+def lists_of(form: str) -> KeyIndices:
+    shape, block_size, with_lengths = FORMS[form]
+    indices = torch.randint(-2, KEYS // block_size + 3, shape, dtype=torch.int32)
+    lengths = torch.randint(-1, shape[3] + 2, shape[:3], dtype=torch.int32) if with_lengths else None
+    return KeyIndices(indices, block_size, lengths)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lists_are_the_mask_that_says_the_same(dtype: torch.dtype, form: str, head_dim: int) -> None:
+    case = make_case(2, 4, 2, ROWS, KEYS, head_dim, dtype=dtype, bias=(1, 2, KEYS))
+    lists = lists_of(form)
+    mask = lists.dense_mask(KEYS).expand(-1, -1, ROWS, -1)
+    got = run_library(replace(case, mask=lists), deterministic=True)
+    # Expanded rows would make it a mask per key, which is planned in the same order.
+    assert_same_bits(got, run_library(replace(case, mask=mask.contiguous()), deterministic=True))
+    assert_case_close(replace(case, mask=mask), got, few_elements=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_causal_rule_and_lengths_intersect(form: str) -> None:
+    case = make_case(2, 4, 2, ROWS, KEYS, 64, bias=(1, 2, KEYS))
+    lists = lists_of(form)
+    options = {"is_causal": True, "seqlens_k": torch.tensor([KEYS, 500], dtype=torch.int32)}
+    case = replace(case, options={**case.options, **options})
+    got = run_library(replace(case, mask=lists))
+    assert_case_close(replace(case, mask=lists.dense_mask(KEYS)), got, few_elements=True)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_rows(rows: int) -> None:
+    """Kept keys and the lists that they return, in steps of a growing cache."""
+    case = make_case(2, 4, 2, rows, KEYS, 64)
+    scores = torch.randn(2, 2, KEYS)
+    kept = KeptKeys.from_scores(scores[..., :-rows], 100)
+    lists = kept.append_(scores[..., -rows:], torch.full((2,), KEYS - rows, dtype=torch.int32))
+    got = run_library(replace(case, mask=lists))
+    assert_case_close(replace(case, mask=lists.dense_mask(KEYS)), got, few_elements=True)
+
+
+def test_prepared_reported_compiled_and_captured() -> None:
+    case = make_case(2, 4, 2, ROWS, KEYS, 64)
+    lists = lists_of("of_key_heads")
+    expected = run_library(replace(case, mask=lists), deterministic=True)
+    prepared = prepare_mask(lists, seqlen_q=ROWS, seqlen_k=KEYS)
+    assert_same_bits(expected, run_library(replace(case, mask=prepared.mask), deterministic=True))
+    report = plan_report(case.query, case.key, mask=lists)
+    shown = lists.dense_mask(KEYS).expand(2, -1, ROWS, -1).repeat_interleave(2, 1)
+    assert report.kept_scores == int(shown.sum())
+
+    def call(query: Tensor, key: Tensor, value: Tensor, lists: KeyIndices) -> Tensor:
+        return attention(query, key, value, mask=lists)
+
+    inputs = (case.query, case.key, case.value)
+    out = call(*inputs, lists)
+    assert torch.equal(torch.compile(call, fullgraph=True)(*inputs, lists), out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(*inputs, lists)
+    graph.replay()
+    assert torch.equal(captured, out)
