@@ -64,7 +64,7 @@ __device__ Place<Key> lowest_place(const std::int32_t* indices, const typename F
 template <typename Format, typename Key>
 __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant__ KeptKeysProblem problem) {
   using Bits = typename Format::Bits;
-  __shared__ Place<Key> sLowest[2][kWarps];  // of searches of even and odd number
+  __shared__ Place<Key> sLowest[2][kWarps];                      // of searches of even and odd number
   const auto heads = static_cast<std::uint32_t>(problem.heads);  // at most as many as blocks
   const std::int64_t position = blockIdx.x, batch = blockIdx.x / heads, head = blockIdx.x % heads;
   const auto window = static_cast<std::int32_t>(problem.window);
