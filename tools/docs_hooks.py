@@ -1,4 +1,5 @@
-"""What the site adds to mkdocs: files outside of docs/ that its pages link to become part of the site.
+"""What the site adds to mkdocs: files outside of docs/ that its pages link to become part of the site, pictures open in
+their full size, and the home page, which needs no list of pages beside it, is wide.
 
 A page that says [train_doge.py](../examples/train_doge.py) works where the repository is read and on the site.
 """
@@ -9,6 +10,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+_PICTURE = re.compile(r'<img [^>]*src="([^":]+)"[^>]*>')
 _OUTSIDE = re.compile(r"\]\(\.\./([\w./-]+)\)")
 
 
@@ -22,7 +24,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:
-    depth = "../" * page.file.src_uri.count("/")
-    if depth:
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+    if "/" in page.file.src_uri:
         return markdown
     return _OUTSIDE.sub(lambda link: f"](repository/{link[1]})", markdown)
+
+
+def on_page_content(html: str, **_) -> str:
+    return _PICTURE.sub(r'<a class="picture" href="\1">\g<0></a>', html)
