@@ -36,7 +36,7 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
 .PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench \
-        check-neon check-sm80 check-wheel check-types docs release-check clean
+        check-neon check-sm80 check-wheel check-types docs check-docs release-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -123,9 +123,14 @@ docs:  ## build the documentation site into build/site, every warning an error; 
 	@PATH=$(CURDIR)/.venv-docs/bin:$$PATH NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@echo "python3 -m http.server --directory build/site 8000: search works on a served site only"
 
+check-docs: docs  ## open every page of the site in Chromium: accessibility (axe), links, pictures, the console
+	@tools/setup.sh check-docs
+	@.venv-docs/bin/python tools/check_site.py
+
 release-check:  ## all that a release has to pass (CONTRIBUTING.md): dates, a clean tree, everything that CI runs
 	@python3 tools/check_versions.py --release
 	@.ci/run
+	@$(MAKE) --no-print-directory check-docs
 
 clean:  ## remove what was built, not .venv and .venv-docs
 	rm -rf build python/flash_dmattn/_C

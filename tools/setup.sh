@@ -7,7 +7,8 @@
 #                          installed into that Python, only checked
 #   tools/setup.sh fuzz    also Clang with libFuzzer
 #   tools/setup.sh neon    also the cross-compiler for 64-bit Arm and an emulator to run what it builds
-#   tools/setup.sh docs    only what the documentation site needs: doxygen, and the pinned packages into .venv-docs
+#   tools/setup.sh docs    only what the documentation site needs: the pinned packages into .venv-docs
+#   tools/setup.sh check-docs    also a browser, Chromium, unless Chrome is there
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,10 +24,10 @@ links_fuzzers() {
 # The Debian packages of what this machine lacks, whichever way it would have got it.
 missing_packages() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
-  if [[ ${1:-} == docs ]]; then
-    command -v doxygen >/dev/null || echo doxygen
-    return
+  if [[ ${1:-} == check-docs ]]; then
+    command -v chromium >/dev/null || command -v google-chrome >/dev/null || echo chromium
   fi
+  [[ ${1:-} != *docs ]] || return 0
   command -v "${CXX:-g++}" >/dev/null || echo g++
   have_header hwy/highway.h || echo libhwy-dev
   have_header gtest/gtest.h || echo libgtest-dev
@@ -119,7 +120,7 @@ link_package() {
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python was not found"
 install_packages "$@"
-if [[ ${1:-} == docs ]]; then
+if [[ ${1:-} == *docs ]]; then
   make_venv .venv-docs requirements-docs.txt
 elif [[ -n ${PYTHON:-} ]]; then
   check_python
