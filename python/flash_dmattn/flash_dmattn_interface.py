@@ -87,11 +87,14 @@ def flash_dmattn_func(
     """Dynamic-mask attention with the signature of the original; see `attention` for shapes, dtypes and errors.
 
     Args:
-        query: (B, Sq, H, D); key: (B, Sk, Hkv, D); value: (B, Sk, Hkv, Dv).
+        query: (B, Sq, H, D).
+        key: (B, Sk, Hkv, D).
+        value: (B, Sk, Hkv, Dv).
         attn_mask: bool, True = visible, KeyIntervals, KeyIndices or PreparedMask; called mask in error messages.
         attn_bias: called bias there.
         scale, softmax_scale: two names of one number, default 1 / sqrt(D).
-        is_causal: None means False. softcap: None means 0 (none).
+        is_causal: None means False.
+        softcap: None means 0 (none).
         deterministic: None follows torch.are_deterministic_algorithms_enabled().
         return_attn_probs: for debugging. Also computes the attention probabilities, unfused: (B, H, Sq, Sk) numbers.
 
@@ -137,8 +140,10 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: object) -> Call
     Args:
         backend: "cpu", "cuda" or "flex"; None takes `flash_dmattn_func`, which goes by the tensors' device.
         **kwargs: arguments to bind to the function.
+
     Raises:
-        ValueError: no backend has that name. RuntimeError: this build does not have it.
+        ValueError: no backend has that name.
+        RuntimeError: this build does not have it.
     """
     if backend is not None and backend not in _KNOWN_BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(_KNOWN_BACKENDS)} or None; got backend {backend!r}")

@@ -95,7 +95,8 @@ def attention(
 
     Args:
         query: (B, Sq, H, D), float16, bfloat16, float32 or float64.
-        key: (B, Sk, Hkv, D), value: (B, Sk, Hkv, Dv), query's dtype.
+        key: (B, Sk, Hkv, D), query's dtype.
+        value: (B, Sk, Hkv, Dv), query's dtype.
         mask: bool, True = visible; (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key (B or 1, H or Hkv or 1, Sk or 1),
             or (Sq or 1, Sk or 1). An expanded view is never materialised. Or KeyIntervals (B or 1, H or Hkv or 1, Sk),
             from `select_keys` for example. Or KeyIndices, lists of keys per row (B or 1, 1 or Hkv or H, Sq or 1, n), on
@@ -227,7 +228,9 @@ def dynamic_mask_attention(
     scores. Source: "Trainable Dynamic Mask Sparse Attention", arXiv 2508.02124; docs/semantics.md.
 
     Args:
-        query: (B, Sq, H, D); key: (B, Sk, Hkv, D); value: (B, Sk, Hkv, Dv), as in `attention`.
+        query: (B, Sq, H, D), as in `attention`.
+        key: (B, Sk, Hkv, D).
+        value: (B, Sk, Hkv, Dv).
         key_bias: (B or 1, H or Hkv or 1, Sk), query's dtype or float32. Its gradient has its shape.
         window_size: keys that a row sees at most.
         scores: what to select by, detached; default key_bias. (B or 1, H or Hkv or 1, Sk), any floating dtype.

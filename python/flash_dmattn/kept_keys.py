@@ -88,6 +88,7 @@ class KeptKeys:
         return self.indices.device
 
     def to(self, device: torch.device | str) -> KeptKeys:
+        """The same on `device`."""
         return KeptKeys(self.indices.to(device), self.scores.to(device))
 
     @classmethod

@@ -88,6 +88,8 @@ class KeyIndices:
         return self.indices.device
 
     def to(self, device: torch.device | str) -> KeyIndices:
+        """The same on `device`."""
+
         def moved(value: Tensor | KeyIntervals | None) -> Tensor | KeyIntervals | None:
             return None if value is None else value.to(device)
 

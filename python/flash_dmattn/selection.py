@@ -73,6 +73,7 @@ class KeyIntervals:
         return self.begin.device
 
     def to(self, device: torch.device | str) -> KeyIntervals:
+        """The same on `device`."""
         return KeyIntervals(self.begin.to(device), self.end.to(device), self.window_size)
 
     def dense_mask(self, seqlen_q: int) -> Tensor:

@@ -104,7 +104,8 @@ def flash_dmattn_varlen_func(
     """`varlen_attention` with the names and order of arguments of flash-attn's `flash_attn_varlen_func`.
 
     Args:
-        q: (Tq, H, D); k, v: (Tk, Hkv, D); called query, key and value in error messages.
+        q: (Tq, H, D), called query in error messages.
+        k, v: (Tk, Hkv, D), called key and value there.
         cu_seqlens_q, cu_seqlens_k: int32 (documents + 1).
         max_seqlen_q, max_seqlen_k: not used: nothing here depends on the longest document.
         softmax_scale: default 1 / sqrt(D).

@@ -48,7 +48,8 @@ def dynamic_mask_attention(
     All ranks call it, and all run the backward if one does: a rank that needs no gradient itself still has others'.
 
     Args:
-        query: (B, S / P, H, D); key, value: (B, S / P, Hkv, D): this rank's share, the same shape on every rank.
+        query: (B, S / P, H, D): this rank's share, the same shape on every rank.
+        key, value: (B, S / P, Hkv, D), as query.
         key_bias: (B or 1, Hkv or 1, S / P), query's dtype or float32.
         window_size: keys that a row sees at most, of the whole sequence.
         group: the ranks, in the order of the sequence; or a mesh of one dimension. DTensors have one: query, key, value

@@ -45,7 +45,8 @@ def attention(
     All ranks call it, and all run the backward if one does.
 
     Args:
-        query: (B, S / P, H, D); key, value: (B, S / P, Hkv, D): this rank's share, the same shape on every rank.
+        query: (B, S / P, H, D): this rank's share, the same shape on every rank.
+        key, value: (B, S / P, Hkv, D), as query.
         group: the ranks, in the order of the sequence; or a mesh of one dimension. DTensors have one, as for
             `dynamic_mask_attention`.
         mask: of the whole sequence, (B or 1, H or Hkv or 1, S), the same on every rank. None: every key is visible but
