@@ -68,6 +68,7 @@ struct AttentionInputs {
   Visibility visibility{};
 };
 
+// How scores are made, beside what is visible. {} are the defaults.
 struct AttentionOptions {
   std::optional<double> scale{};  // default 1 / sqrt(D)
   // > 0: score = softcap * tanh(scale * q.k / softcap), then the bias. Between 1e-30 and 1e30, except in float64.
@@ -120,6 +121,7 @@ struct AttentionCounters {
   bool operator==(const AttentionCounters&) const = default;
 };
 
+// Who computes and where. {}: the CPU, by the library's own threads.
 struct AttentionContext {
   Executor* executor = nullptr;           // null: default_executor()
   AttentionCounters* counters = nullptr;  // optional, CPU only; added to

@@ -8,6 +8,7 @@
 
 namespace FLASH_DMATTN_API flash_dmattn {
 
+// Runs tasks on threads of the caller's.
 class Executor {
  public:
   virtual ~Executor() = default;

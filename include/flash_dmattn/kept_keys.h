@@ -6,11 +6,12 @@
 
 #include <cstdint>
 
+#include "flash_dmattn/export.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/status.h"
 #include "flash_dmattn/tensor.h"
 
-namespace flash_dmattn {
+namespace FLASH_DMATTN_API flash_dmattn {
 
 // The best keys of each (batch, head), in any order, no key twice. Written to by append_kept_keys. Contiguous.
 struct KeptKeys {
@@ -18,6 +19,7 @@ struct KeptKeys {
   TensorView scores;   // (B, heads, w), float16, bfloat16, float32 or float64: those of the keys
 };
 
+// The keys that a step adds to a cache, and where they stand.
 struct NewKeys {
   // (B, heads, S), at most kMaxNewKeys, any strides, of the dtype of the kept scores.
   TensorView scores;
@@ -26,6 +28,7 @@ struct NewKeys {
   TensorView positions;
 };
 
+// New keys of a call at most.
 constexpr std::int64_t kMaxNewKeys = 16;
 
 // Afterwards `kept` holds what select_keys, with `causal` or without, keeps of all keys so far for the last row: the w
@@ -38,4 +41,4 @@ constexpr std::int64_t kMaxNewKeys = 16;
 Status append_kept_keys(const NewKeys&, const KeptKeys& kept, const TensorView& lists = {},
                         const SelectionContext& = {});
 
-}  // namespace flash_dmattn
+}  // namespace FLASH_DMATTN_API flash_dmattn

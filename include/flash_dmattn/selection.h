@@ -25,6 +25,8 @@ struct KeyIntervals {
   bool defined() const { return begin.defined() || end.defined(); }
 };
 
+// What select_keys chooses from.
+//
 // Packed documents: document d has the rows cu_seqlens_q[d] to cu_seqlens_q[d + 1] - 1, which see the keys
 // cu_seqlens_k[d] to cu_seqlens_k[d + 1] - 1 and no others; the causal rule is aligned to the last row and key of each.
 // So key j of document d is visible to the rows
@@ -47,6 +49,7 @@ struct SelectionInputs {
   TensorView cu_seqlens_q{}, cu_seqlens_k{};
 };
 
+// What is chosen: w of the keys of each row, for Sq rows.
 struct SelectionOptions {
   std::int64_t window_size = 0;  // w, at least 0
   std::int64_t seqlen_q = 0;     // Sq
@@ -55,6 +58,7 @@ struct SelectionOptions {
   bool causal = true;
 };
 
+// Who computes and where. {}: the CPU, by the library's own threads.
 struct SelectionContext {
   Executor* executor = nullptr;  // null: default_executor()
   Device device{};               // of all tensors and the workspace

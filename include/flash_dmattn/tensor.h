@@ -9,8 +9,10 @@
 
 namespace FLASH_DMATTN_API flash_dmattn {
 
+// What a view's elements are. kBool: one byte, 0 or 1.
 enum class DType : std::uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kBool, kInt32 };
 
+// Bytes of an element.
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:

@@ -50,7 +50,8 @@ if(NOT SANITIZE)
       -o ${work}/libshared.so)
   execute_process(COMMAND ${NM} --dynamic --defined-only --demangle ${work}/libshared.so OUTPUT_VARIABLE symbols
                   COMMAND_ERROR_IS_FATAL ANY)
-  foreach(name IN ITEMS attention_forward attention_backward select_keys plan_report make_attention_plan version)
+  foreach(name IN ITEMS attention_forward attention_backward select_keys append_kept_keys document_intervals plan_report
+                        mask_intervals make_attention_plan version)
     if(NOT symbols MATCHES " T flash_dmattn::${name}\\(")
       message(FATAL_ERROR "A shared library does not show flash_dmattn::${name}.")
     endif()
