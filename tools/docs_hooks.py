@@ -24,6 +24,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:
+    def titled(link: re.Match) -> str:
+        target = files.get_file_from_path(link[1])
+        heading = re.match(r"# (.*)", target.content_string) if target else None
+        return f"[{heading[1]}]({link[1]}" if heading else link[0]
+
+    # Where the repository is read a page is known by its name, on the site by its title.
+    markdown = re.sub(r"\[(\w+\.md)\]\(\1", titled, markdown)
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
     if "/" in page.file.src_uri:
