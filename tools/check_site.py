@@ -29,7 +29,9 @@ CONTENTS = """() => ({
   links: [...document.querySelectorAll("[href], [src]")].map(e => e.getAttribute("href") ?? e.getAttribute("src")),
   ids: [...document.querySelectorAll("[id]")].map(e => e.id),
   names: [...document.querySelectorAll("a[name]")].map(e => e.name),
-  wordless: [...document.querySelectorAll("img")].filter(e => !e.alt.trim()).map(e => e.src.slice(0, 80)),
+  wordless: [...document.querySelectorAll("img")]
+    .filter(e => !e.alt.trim() || e.alt.startsWith("No description"))  // nbconvert's words for none
+    .map(e => e.src.slice(0, 80)),
   headless: [...document.querySelectorAll("h1, h2, h3, h4, h5, h6")].filter(e => !e.innerText.trim()).map(e => e.id),
 })"""
 
