@@ -125,12 +125,12 @@ docs:  ## build the documentation site into build/site, every warning an error; 
 
 check-docs: docs  ## open every page of the site in Chromium: accessibility (axe), links, pictures, the console
 	@tools/setup.sh check-docs
-	@.venv-docs/bin/python tools/check_site.py
+	@.venv-check-docs/bin/python tools/check_site.py
 
 release-check:  ## all that a release has to pass (CONTRIBUTING.md): dates, a clean tree, everything that CI runs
 	@python3 tools/check_versions.py --release
 	@.ci/run
 	@$(MAKE) --no-print-directory check-docs
 
-clean:  ## remove what was built, not .venv and .venv-docs
+clean:  ## remove what was built, not .venv, .venv-docs and .venv-check-docs
 	rm -rf build python/flash_dmattn/_C

@@ -8,7 +8,7 @@
 #   tools/setup.sh fuzz    also Clang with libFuzzer
 #   tools/setup.sh neon    also the cross-compiler for 64-bit Arm and an emulator to run what it builds
 #   tools/setup.sh docs    only what the documentation site needs: the pinned packages into .venv-docs
-#   tools/setup.sh check-docs    also a browser, Chromium, unless Chrome is there
+#   tools/setup.sh check-docs    only what looks at that site: Chromium, unless Chrome is there, and .venv-check-docs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -121,7 +121,7 @@ python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python was not found"
 install_packages "$@"
 if [[ ${1:-} == *docs ]]; then
-  make_venv .venv-docs requirements-docs.txt
+  make_venv ".venv-$1" "requirements-$1.txt"
 elif [[ -n ${PYTHON:-} ]]; then
   check_python
 else
