@@ -1,105 +1,23 @@
-"""Fair timing of two things against each other, or of one, and the report."""
+"""Fair timing of this library against others, and how every benchmark script runs its cases."""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from flash_dmattn.commands.info import collect
+from progress import PROGRESS
+from report import Comparison, Report
 from rich.console import Console
-from rich.table import Table
 
+OURS = "flash_dmattn"
 Settings = TypeVar("Settings")  # what each script gives its cases
-
-
-@dataclass
-class Comparison:
-    """One line of the report. `ratio` is how many times better ours is: the other's time over ours."""
-
-    case: str
-    what: str  # forward, backward, ...
-    dtype: str
-    unit: str
-    ours: float
-    theirs: float | None = None  # None: compared with nothing
-    ratio: float | None = None
-    ratio_low: float | None = None  # quartiles of the ratios of single pairs: how far to trust the median
-    ratio_high: float | None = None
-    goal: float | None = None  # for the ratio
-    limit: float | None = None  # for ours, in `unit`: at most
-    least: float | None = None  # for ours, in `unit`: at least
-    other: str = "PyTorch"  # whose figure `theirs` is
-
-    @property
-    def reached(self) -> bool | None:
-        if self.goal is None and self.limit is None and self.least is None:
-            return None
-        return (
-            (self.goal is None or self.ratio >= self.goal)
-            and (self.limit is None or self.ours <= self.limit)
-            and (self.least is None or self.ours >= self.least)
-        )
-
-    @property
-    def aim(self) -> str:
-        aims = [
-            None if self.goal is None else f"ratio ≥ {self.goal:g}",
-            None if self.limit is None else f"≤ {self.limit:g} {self.unit}",
-            None if self.least is None else f"≥ {self.least:g} {self.unit}",
-        ]
-        return ", ".join(aim for aim in aims if aim is not None)
-
-
-@dataclass
-class Report:
-    machine: dict[str, object]
-    title: str = "flash_dmattn against PyTorch; ratio = PyTorch / flash_dmattn (its quartiles)"
-    comparisons: list[Comparison] = field(default_factory=list)
-
-    def write_json(self, path: Path) -> None:
-        content = {
-            "machine": self.machine,
-            "comparisons": [{**asdict(line), "reached": line.reached} for line in self.comparisons],
-        }
-        path.write_text(json.dumps(content, indent=2) + "\n")
-
-    def print_table(self, console: Console) -> None:
-        others = {line.other for line in self.comparisons if line.theirs is not None}
-        only_other = others.pop() if len(others) == 1 else None
-        table = Table(title=self.title)
-        for name in ("case", "what", "dtype"):
-            table.add_column(name)
-        for name in ("flash_dmattn", only_other or "other", "ratio", "aim"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for line in self.comparisons:
-            color = {None: "default", True: "green", False: "red"}[line.reached]
-            theirs = ratio = ""
-            if line.theirs is not None:
-                theirs = (
-                    f"{line.theirs:.4g} {line.unit}" if only_other else f"{line.other}: {line.theirs:.4g} {line.unit}"
-                )
-                ratio = f"{line.ratio:.2f} ({line.ratio_low:.2f} – {line.ratio_high:.2f})"
-            # The figure that the aim is about is the one that is coloured.
-            ours_color, ratio_color = (color, "default") if line.goal is None else ("default", color)
-            table.add_row(
-                line.case,
-                line.what,
-                line.dtype,
-                f"[{ours_color}]{line.ours:.4g} {line.unit}[/]",
-                theirs,
-                f"[{ratio_color}]{ratio}[/]",
-                line.aim + {None: "", True: ": met", False: ": not met"}[line.reached],
-            )
-        console.print(table)
 
 
 def compare_times(
@@ -115,6 +33,7 @@ def compare_times(
     goal: float | None = None,
     limit: float | None = None,
     other: str = "PyTorch",
+    sizes: Mapping[str, float | str] | None = None,
 ) -> Comparison:
     """Times of one call each; a sample averages over `calls` of them."""
     per_second = {"ms": 1e3, "us": 1e6}[unit]
@@ -123,7 +42,9 @@ def compare_times(
         return lambda: sample_seconds(function, calls) * per_second
 
     samples = sampler(ours), sampler(theirs)
-    return compare_samples(case, what, dtype, unit, *samples, repeats=repeats, goal=goal, limit=limit, other=other)
+    return compare_samples(
+        case, what, dtype, unit, *samples, repeats=repeats, goal=goal, limit=limit, other=other, sizes=sizes
+    )
 
 
 def compare_samples(
@@ -138,31 +59,73 @@ def compare_samples(
     goal: float | None = None,
     limit: float | None = None,
     other: str = "PyTorch",
+    sizes: Mapping[str, float | str] | None = None,
 ) -> Comparison:
-    """Medians over `repeats` samples each, after a warm-up.
-
-    The samples alternate (ours, theirs, ours, ...): whatever else the machine does then hits both alike, and the ratio
-    is the median of the ratios of neighbours.
-    """
-    ours()
-    theirs()
-    pairs = [(ours(), theirs()) for _ in range(repeats)]
-    ratios = [second / first for first, second in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if repeats > 1 else ratios * 3
-    return Comparison(
-        case=case,
-        what=what,
-        dtype=str(dtype).removeprefix("torch."),
-        unit=unit,
-        ours=statistics.median(first for first, _ in pairs),
-        theirs=statistics.median(second for _, second in pairs),
-        ratio=middle,
-        ratio_low=low,
-        ratio_high=high,
-        goal=goal,
-        limit=limit,
-        other=other,
+    """Medians over `repeats` samples of each, as compare_all takes them."""
+    goals = None if goal is None else {other: goal}
+    (line,) = compare_all(
+        case, what, dtype, unit, ours, {other: theirs}, repeats=repeats, goals=goals, limit=limit, sizes=sizes
     )
+    return line
+
+
+def compare_all(
+    case: str,
+    what: str,
+    dtype: torch.dtype,
+    unit: str,
+    ours: Callable[[], float],
+    others: Mapping[str, Callable[[], float] | str],
+    *,
+    repeats: int,
+    goals: Mapping[str, float] | None = None,
+    limit: float | None = None,
+    least: float | None = None,
+    sizes: Mapping[str, float | str] | None = None,
+) -> list[Comparison]:
+    """Medians over `repeats` samples of each after a warm-up: one line for each other, or one of ours alone.
+
+    The samples alternate (ours, the others', ours, ...): whatever else the machine does then hits all alike, and the
+    ratio is the median of the ratios of neighbours.
+
+    Args:
+        others: by name; of one that cannot do this, or is not there, the reason.
+        goals: for the ratio to an other; limit, least: for our figure.
+    """
+    samplers = {OURS: ours, **{name: sampler for name, sampler in others.items() if not isinstance(sampler, str)}}
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    for repeat in range(-1, repeats):
+        PROGRESS.show(f"{case}, {what}", max(repeat, 0), repeats)
+        for name, sampler in samplers.items():
+            sample = sampler()
+            if repeat >= 0:
+                samples[name].append(sample)
+    low, middle, high = quartiles(samples[OURS])
+    line = Comparison(case, what, str(dtype).removeprefix("torch."), unit, middle, ours_low=low, ours_high=high)
+    line.samples, line.sizes, line.limit, line.least = repeats, dict(sizes or {}), limit, least
+    lines = []
+    for name, sampler in others.items():
+        lines.append(replace(line, other=name, goal=(goals or {}).get(name)))
+        if isinstance(sampler, str):
+            lines[-1].missing = sampler
+        else:
+            add_theirs(lines[-1], samples[OURS], samples[name])
+    return lines or [line]
+
+
+def add_theirs(line: Comparison, ours: Sequence[float], theirs: Sequence[float], scale: float = 1.0) -> None:
+    """Gives the line the figures of the other; `scale`: how many times ours did what the other did."""
+    line.theirs_low, line.theirs, line.theirs_high = quartiles(theirs)
+    ratios = [scale * second / first for first, second in zip(ours, theirs, strict=True)]
+    line.ratio_low, line.ratio, line.ratio_high = quartiles(ratios)
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, middle, high
 
 
 def measure_samples(
@@ -177,9 +140,13 @@ def measure_samples(
     least: float | None = None,
 ) -> Comparison:
     """The median over `repeats` samples after a warm-up, compared with nothing."""
-    sample()
-    ours = statistics.median(sample() for _ in range(repeats))
-    return Comparison(case, what, str(dtype).removeprefix("torch."), unit, ours, limit=limit, least=least)
+    (line,) = compare_all(case, what, dtype, unit, sample, {}, repeats=repeats, limit=limit, least=least)
+    return line
+
+
+def milliseconds(function: Callable[[], object]) -> Callable[[], float]:
+    """A sampler of one call."""
+    return lambda: 1e3 * sample_seconds(function, 1)
 
 
 def sample_seconds(function: Callable[[], object], calls: int) -> float:
@@ -206,29 +173,6 @@ def peak_memory_mib(function: Callable[[], object]) -> float:
     return (peak - before) / 1024
 
 
-def describe_machine() -> dict[str, object]:
-    """What figures depend on: CPU, instruction sets, versions, threads."""
-    return {"processor": _processor(), "system": platform.platform(), **collect()}
-
-
-def print_machine(machine: dict[str, object], console: Console) -> None:
-    cpu = machine["cpu"]
-    console.print(
-        f"{machine['processor']}; {cpu['threads']} threads; kernels: {cpu['isa_float']} for float32, "
-        f"{cpu['isa_bfloat16']} for bfloat16; flash_dmattn {machine['version']}, torch {machine['torch']}",
-        highlight=False,
-    )
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _status_kib(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
@@ -243,18 +187,21 @@ def run_case(
     is added to `notes`: one failing case must not cost the others, which took minutes."""
     lines: list[Comparison] = []
     start = time.perf_counter()
+    PROGRESS.show(name)
     try:
         for line in case:
+            line.group = name
             lines.append(line)
-            theirs = "" if line.theirs is None else f"; {line.other} {line.theirs:.4g}, ratio {line.ratio:.2f}"
-            console.print(f"{line.case}, {line.what}: {line.ours:.4g} {line.unit}{theirs}", highlight=False)
+            with PROGRESS.cleared():
+                console.print(line.text, highlight=False, markup=False)
     except Exception as error:
         notes.append(f"{name} ended early: {type(error).__name__}: {str(error).strip()[:400]}")
         return lines, False
     finally:
         gc.collect()
         torch.cuda.empty_cache()  # nothing without a GPU
-        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
+        with PROGRESS.cleared():
+            console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
     return lines, True
 
 
@@ -264,28 +211,28 @@ def run_cases(
     report: Report,
     console: Console,
     arguments: argparse.Namespace,
-    notes: list[str],
     *,
     first: Sequence[str] = (),
-) -> tuple[dict[str, list[Comparison]], int]:
+) -> int:
     """Runs `first` and the cases that the arguments of `benchmark_parser` name, and prints the table and the notes.
 
     Returns:
-        The lines of each case, and the exit status: 1 if one of them ended early.
+        The exit status: 1 if a case ended early.
     """
-    lines: dict[str, list[Comparison]] = {}
     is_complete = True
     for name in (*first, *arguments.only):
         torch.set_num_threads(arguments.threads)  # a case may have set another number
-        lines[name], came_to_end = run_case(name, cases[name](settings), notes, console)
+        start = time.perf_counter()
+        lines, came_to_end = run_case(name, cases[name](settings), report.notes, console)
         is_complete &= came_to_end
-        report.comparisons.extend(lines[name])
+        report.comparisons.extend(lines)
+        report.seconds[name] = time.perf_counter() - start
         if arguments.json:
             report.write_json(arguments.json)  # after each case: a run that is cut short leaves what it has
     report.print_table(console)
-    for note in dict.fromkeys(notes):
+    for note in dict.fromkeys(report.notes):
         console.print(f"note: {note}", highlight=False, markup=False)
-    return lines, 0 if is_complete else 1
+    return 0 if is_complete else 1
 
 
 def benchmark_parser(description: str, cases: Iterable[str], repeats: str) -> argparse.ArgumentParser:
@@ -296,5 +243,7 @@ def benchmark_parser(description: str, cases: Iterable[str], repeats: str) -> ar
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=11, help=repeats)
     parser.add_argument("--quick", action="store_true", help="small sizes, to check this script")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--json", type=Path, help="also write the figures to this file; to a folder: as <machine>-<script>.json"
+    )
     return parser

@@ -19,18 +19,15 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from common import (
-    Comparison,
-    Report,
     benchmark_parser,
     compare_samples,
     compare_times,
-    describe_machine,
     peak_memory_mib,
-    print_machine,
     run_cases,
     sample_seconds,
 )
 from flash_dmattn import attention, varlen_attention
+from report import Comparison, Report, describe_machine, print_machine
 from rich.console import Console
 from torch import Tensor
 
@@ -190,7 +187,9 @@ def full_bias(settings: Settings) -> Iterator[Comparison]:
     # In training torch leaves its fused kernel when the mask wants a gradient, so the forward is timed as in training.
     yield from compare_problem(settings, case, problem, 1.0, 1.0, with_graph=True)
     ours, theirs = (memory_in_own_process(settings, which) for which in ("ours", "theirs"))
-    yield Comparison(case, "peak memory, both", "float32", "MiB", ours, theirs, *[theirs / ours] * 3, goal=1.0)
+    yield Comparison(
+        case, "peak memory, both", "float32", "MiB", ours, theirs, *[theirs / ours] * 3, goal=1.0, other="PyTorch"
+    )
 
 
 def full_bias_problem(settings: Settings) -> tuple[str, Problem]:
@@ -304,8 +303,9 @@ def main() -> int:
         print(measure_memory(settings, arguments.measure_memory))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 160)
-    print_machine(machine, console)
-    return run_cases(CASES, settings, Report(machine), console, arguments, [])[1]
+    report = Report(machine)
+    print_machine(report, console)
+    return run_cases(CASES, settings, report, console, arguments)
 
 
 if __name__ == "__main__":

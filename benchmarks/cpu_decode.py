@@ -14,21 +14,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from common import (
-    Comparison,
-    Report,
     benchmark_parser,
+    compare_all,
     compare_samples,
-    describe_machine,
-    print_machine,
+    milliseconds,
     run_cases,
     sample_seconds,
 )
 from flash_dmattn import KeptKeys, KeyIndices, KeyIntervals, attention, select_keys
+from report import Comparison, Report, describe_machine, print_machine
 from rich.console import Console
 from torch import Tensor
 
@@ -57,11 +57,10 @@ class Step:
         generator = torch.Generator().manual_seed(0)
 
         def normal(length: int, heads: int) -> Tensor:
-            return torch.randn(self.batch, length, heads, HEAD_DIM, generator=generator).to(self.dtype)
+            return torch.randn(self.batch, length, heads, HEAD_DIM, generator=generator, dtype=self.dtype)
 
         self.query = normal(self.rows, HEADS)
         self.key, self.value = normal(self.keys, KEY_HEADS), normal(self.keys, KEY_HEADS)
-        self.copies = torch.empty_like(self.key), torch.empty_like(self.value)
         self.their_inputs = [t.transpose(1, 2).contiguous() for t in (self.query, self.key, self.value)]
         self.scores = torch.randn(self.batch, KEY_HEADS, self.keys, generator=generator)
         self.intervals = select_keys(self.scores, self.kept, seqlen_q=self.rows, causal=False)
@@ -91,6 +90,10 @@ class Step:
         query, key, value = self.their_inputs
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
+    @cached_property
+    def copies(self) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(self.key), torch.empty_like(self.value)
+
     def copy(self) -> None:
         self.copies[0].copy_(self.key)
         self.copies[1].copy_(self.value)
@@ -100,6 +103,7 @@ class Step:
 class Settings:
     repeats: int
     quick: bool
+    notes: list[str]
 
     def step(self, batch: int, keys: int, dtype: torch.dtype, rows: int = 1) -> Step:
         factor = 16 if self.quick else 1
@@ -117,10 +121,6 @@ class Settings:
         return compare_samples(
             step.case, what, step.dtype, "ms", milliseconds(ours), theirs, repeats=self.repeats, goal=goal, other=other
         )
-
-
-def milliseconds(function: Callable[[], object]) -> Callable[[], float]:
-    return lambda: 1e3 * sample_seconds(function, 1)
 
 
 def compare_step(settings: Settings, step: Step, *, with_aims: bool) -> Iterator[Comparison]:
@@ -187,19 +187,47 @@ def rows(settings: Settings) -> Iterator[Comparison]:
             yield settings.compare(one, "dense", one.ours, milliseconds(one.theirs), "SDPA")
 
 
-CASES = {"step": step, "gather": gather, "lengths": lengths, "rows": rows}
+def batches(settings: Settings) -> Iterator[Comparison]:
+    """Batches over short and long caches, dense and kept: what plot.py draws."""
+    dtype = torch.bfloat16
+    for keys in (4096, 65536, 524288):
+        for batch in (1, 8, 32):
+            # K and V, in the layouts of both.
+            needed = 2 * 2 * batch * keys * KEY_HEADS * HEAD_DIM * dtype.itemsize
+            if not settings.quick and 1.25 * needed > available_bytes():
+                settings.notes.append(f"batch {batch} over {keys} keys: left out, K and V take {needed >> 30} GiB")
+                continue
+            one = settings.step(batch, keys, dtype)
+            dense, repeats = milliseconds(one.ours), min(settings.repeats, 5)
+            sizes = {"batch": batch, "keys": one.keys}
+            compare = partial(compare_all, one.case, dtype=dtype, unit="ms", repeats=repeats, sizes=sizes)
+            yield from compare(what="dense", ours=dense, others={"SDPA": milliseconds(one.theirs)})
+            # In turn with a dense step, which leaves nothing of the kept keys in the cache.
+            kept = milliseconds(lambda one=one: one.ours(one.mask))
+            yield from compare(what=f"keeping {one.kept}", ours=kept, others={"dense": dense})
+
+
+def available_bytes() -> int:
+    """What a process can allocate without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+CASES = {"step": step, "gather": gather, "lengths": lengths, "rows": rows, "batches": batches}
 
 
 def main() -> int:
     arguments = benchmark_parser(__doc__.split("\n")[0], CASES, "pairs of samples per line").parse_args()
     torch.set_num_threads(arguments.threads)
     machine = describe_machine()
-    settings = Settings(repeats=arguments.repeats, quick=arguments.quick)
     console = Console(width=None if sys.stdout.isatty() else 180)
-    print_machine(machine, console)
     report = Report(machine, title="Decode; ratio = other / flash_dmattn (its quartiles)")
+    print_machine(report, console)
+    settings = Settings(arguments.repeats, arguments.quick, report.notes)
     with torch.no_grad():
-        return run_cases(CASES, settings, report, console, arguments, [])[1]
+        return run_cases(CASES, settings, report, console, arguments)
 
 
 if __name__ == "__main__":

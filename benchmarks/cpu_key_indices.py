@@ -20,16 +20,13 @@ import torch
 import torch.nn.functional as F
 from choices import POOLS, choose_keys
 from common import (
-    Comparison,
-    Report,
     benchmark_parser,
     compare_times,
-    describe_machine,
     measure_samples,
-    print_machine,
     run_cases,
 )
 from flash_dmattn import KeyIndices, attention, plan_report
+from report import Comparison, Report, describe_machine, print_machine
 from rich.console import Console
 from torch import Tensor
 
@@ -92,10 +89,10 @@ def main() -> int:
     settings = Settings(arguments.repeats, *sizes)
     machine = describe_machine()
     console = Console(width=None if sys.stdout.isatty() else 180)
-    print_machine(machine, console)
     report = Report(machine, title="Lists of keys per query; ratio = other / flash_dmattn (its quartiles)")
+    print_machine(report, console)
     cases = {choice: partial(compare, choice=choice) for choice in POOLS}
-    return run_cases(cases, settings, report, console, arguments, [])[1]
+    return run_cases(cases, settings, report, console, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-// Times dynamic selection on the device: medians of a replayed graph and of plain launches. One line of JSON a shape.
+// Times dynamic selection on the device: a replayed graph, plain launches, graphs one behind another. One line of JSON
+// a shape, with lower quartiles, medians and upper quartiles; gpu_selection.py makes a report of them.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -30,9 +31,13 @@ struct Shape {
   Order order = Order::kRandom;
 };
 
-// Microseconds; the median of `repeats` runs, each between two events of its own.
+struct Quartiles {
+  float low, median, high;
+};
+
+// Microseconds of `repeats` runs, each between two events of its own.
 template <typename Run>
-float median_us(cudaStream_t stream, int repeats, Run run) {
+Quartiles quartiles_us(cudaStream_t stream, int repeats, Run run) {
   constexpr int kWarmUps = 20;
   cudaEvent_t start, stop;
   check(cudaEventCreate(&start));
@@ -50,7 +55,12 @@ float median_us(cudaStream_t stream, int repeats, Run run) {
   std::sort(times.begin(), times.end());
   check(cudaEventDestroy(start));
   check(cudaEventDestroy(stop));
-  return times[times.size() / 2];
+  return {times[times.size() / 4], times[times.size() / 2], times[times.size() * 3 / 4]};
+}
+
+void print(const char* name, const Quartiles& us, int calls, int samples) {
+  std::printf(", \"%s\": {\"us\": [%.2f, %.2f, %.2f], \"samples\": %d}", name, us.low / calls, us.median / calls,
+              us.high / calls, samples);
 }
 
 void measure(const Shape& shape) {
@@ -79,31 +89,31 @@ void measure(const Shape& shape) {
   p.scores = device_scores;
 
   cudaStream_t stream;
-  cudaGraph_t graph;
+  cudaGraph_t captured;
   cudaGraphExec_t replay;
   const auto select = [&] { check(flash_dmattn::internal::cuda::select_keys(p, workspace, stream)); };
   check(cudaStreamCreate(&stream));
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   select();
-  check(cudaStreamEndCapture(stream, &graph));
-  check(cudaGraphInstantiate(&replay, graph, 0));
+  check(cudaStreamEndCapture(stream, &captured));
+  check(cudaGraphInstantiate(&replay, captured, 0));
   constexpr int kRepeats = 300;
-  const float graph_us = median_us(stream, kRepeats, [&] { check(cudaGraphLaunch(replay, stream)); });
-  const float plain_us = median_us(stream, kRepeats, select);
+  const Quartiles graph = quartiles_us(stream, kRepeats, [&] { check(cudaGraphLaunch(replay, stream)); });
+  const Quartiles plain = quartiles_us(stream, kRepeats, select);
   // Back to back, so that the events' own time and the first launch's latency are shared out.
   constexpr int kChained = 20;
-  const float chained_us = median_us(stream, kRepeats / kChained,
-                                     [&] {
-                                       for (int i = 0; i < kChained; ++i) check(cudaGraphLaunch(replay, stream));
-                                     }) /
-                           kChained;
-  std::printf(
-      "{\"shape\": \"%s\", \"keys\": %lld, \"heads\": %lld, \"window\": %lld, \"graph_us\": %.1f, "
-      "\"launches_us\": %.1f, \"chained_graph_us\": %.1f, \"workspace_mb\": %.1f}\n",
-      shape.name, static_cast<long long>(shape.keys), static_cast<long long>(shape.heads),
-      static_cast<long long>(shape.window), graph_us, plain_us, chained_us, static_cast<double>(workspace_bytes) / 1e6);
+  const Quartiles chained = quartiles_us(stream, kRepeats / kChained, [&] {
+    for (int i = 0; i < kChained; ++i) check(cudaGraphLaunch(replay, stream));
+  });
+  std::printf("{\"shape\": \"%s\", \"keys\": %lld, \"heads\": %lld, \"window\": %lld, \"workspace_mb\": %.1f",
+              shape.name, static_cast<long long>(shape.keys), static_cast<long long>(shape.heads),
+              static_cast<long long>(shape.window), static_cast<double>(workspace_bytes) / 1e6);
+  print("replayed graph", graph, 1, kRepeats);
+  print("launches", plain, 1, kRepeats);
+  print("chained graphs", chained, kChained, kRepeats / kChained);
+  std::printf("}\n");
   check(cudaGraphExecDestroy(replay));
-  check(cudaGraphDestroy(graph));
+  check(cudaGraphDestroy(captured));
   check(cudaStreamDestroy(stream));
   for (void* memory : {device_scores, static_cast<void*>(p.begin), static_cast<void*>(p.end), workspace}) {
     check(cudaFree(memory));

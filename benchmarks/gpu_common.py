@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
-from common import Comparison
+from common import OURS, add_theirs, quartiles
 from flash_dmattn import KeyIntervals, attention, dynamic_mask_attention, select_keys
+from progress import PROGRESS
+from report import Comparison
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
-OURS = "flash_dmattn"
 FA2, CUDNN, FA4, EFFICIENT = "FA2 in torch", "cuDNN", "FA4", "SDPA efficient"
 FLEX, TOPK, ORIGINAL = "FlexAttention", "torch.topk mask", "the original, recorded"
 
@@ -85,6 +85,7 @@ class Bench:
         goals: dict[str, float] | None = None,
         limit: float | None = None,
         least: float | None = None,
+        sizes: dict[str, float | str] | None = None,
     ) -> Iterator[Comparison]:
         """One line for every other, or one of ours alone.
 
@@ -93,40 +94,49 @@ class Bench:
             amount: what a call does, in what `unit` says is done in a second. None: figures are times in ms.
             other_amounts: where an other does another amount.
             goals: for the ratio to an other; limit, least: for our figure.
+            sizes: what a sweep varies, by name.
         """
         samples: dict[str, list[float]] = {}
         samplers = {}
+        failed: dict[str, str] = {}
         for name, work in {OURS: ours, **(others or {})}.items():
-            # Peers fail in ways of their own (shapes, memory, compilers): a line is missing then, not the table.
+            # Peers fail in ways of their own (shapes, memory, compilers): a figure is missing then, not the table.
             try:
                 samplers[name] = device_sampler(work)
                 samples[name] = []
             except Exception as error:
                 if name == OURS:
                     raise
-                self.notes.append(f"{case}, {what}: {name}: {type(error).__name__}: {str(error).strip()[:160]}")
-        for _ in range(self.repeats):
+                failed[name] = type(error).__name__
+                self.notes.append(f"{case}, {what}: {name}: {failed[name]}: {str(error).strip()[:160]}")
+        for repeat in range(self.repeats):
+            PROGRESS.show(f"{case}, {what}", repeat, self.repeats)
             for name, sampler in samplers.items():
                 samples[name].append(sampler())
         samples |= {name: [seconds] * self.repeats for name, seconds in (recorded or {}).items()}
         amounts = {name: (other_amounts or {}).get(name, amount) for name in samples}
 
-        def figure(name: str) -> float:
-            middle = statistics.median(samples[name])
-            return middle * 1e3 if amount is None else amounts[name] / middle
+        def figures(name: str) -> tuple[float, float, float]:
+            taken = samples[name]
+            return quartiles([each * 1e3 if amount is None else amounts[name] / each for each in taken])
 
-        line = Comparison(case, what, str(dtype).removeprefix("torch."), unit, figure(OURS), limit=limit, least=least)
-        names = [name for name in samples if name != OURS]
-        if not names:
+        kind = str(dtype).removeprefix("torch.")
+        low, middle, high = figures(OURS)
+        line = Comparison(case, what, kind, unit, middle, limit=limit, least=least, ours_low=low, ours_high=high)
+        line.samples, line.sizes = self.repeats, sizes or {}
+        ours_alone = replace(line, limit=None, least=None)
+        if len(samples) == 1 and not failed:
             yield line
-        for name in names:
-            scale = 1 if amount is None else amount / amounts[name]
-            ratios = [scale * their / our for our, their in zip(samples[OURS], samples[name], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            line.theirs, line.other, line.goal = figure(name), name, (goals or {}).get(name)
-            line.ratio, line.ratio_low, line.ratio_high = middle, low, high
+        for name in (name for name in samples if name != OURS):
+            line.other, line.goal = name, (goals or {}).get(name)
+            add_theirs(line, samples[OURS], samples[name], 1 if amount is None else amount / amounts[name])
+            line.theirs_low, line.theirs, line.theirs_high = figures(name)
             yield line
-            line = Comparison(case, what, line.dtype, unit, line.ours)  # an aim for our figure stands once
+            line = replace(ours_alone)  # an aim for our figure stands once
+        for name, error in failed.items():
+            line.other, line.missing = name, f"failed: {error}"
+            yield line
+            line = replace(ours_alone)
 
 
 # ---- Problems

@@ -23,11 +23,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from common import Comparison, Report, benchmark_parser, describe_machine, peak_memory_mib
+from common import add_theirs, benchmark_parser, peak_memory_mib, quartiles
 from flash_dmattn import distributed as split
 from flash_dmattn import dynamic_mask_attention
 from flash_dmattn.distributed.kept_keys import GatheredKeys, kept_keys, prepend_kept
 from gpu_common import check_equal, seconds_between_events
+from progress import PROGRESS
+from report import Comparison, Report, describe_machine
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -81,6 +83,8 @@ class Bench:
         names = list(dict.fromkeys(name for names in every_rank for name in names))
         samples: dict[str, list[float]] = {name: [] for name in names}
         for repeat in range(WARM_UPS + self.repeats):
+            if self.rank == 0:
+                PROGRESS.show(", ".join(names), max(repeat - WARM_UPS, 0), self.repeats)
             for name in names:
                 dist.barrier()
                 taken = seconds(works[name]) * 1e3 if name in works else math.nan
@@ -119,21 +123,11 @@ def compared(
     case: str, what: str, ours: list[float], theirs: list[float], other: str, goal: float | None = None
 ) -> Comparison:
     """Times, and how many times shorter ours are, sample by sample."""
-    ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Comparison(
-        case,
-        what,
-        "bfloat16",
-        "ms",
-        statistics.median(ours),
-        theirs=statistics.median(theirs),
-        ratio=middle,
-        ratio_low=low,
-        ratio_high=high,
-        goal=goal,
-        other=other,
-    )
+    low, middle, high = quartiles(ours)
+    made = line(case, what, middle, goal=goal)
+    made.other, made.samples, made.ours_low, made.ours_high = other, len(ours), low, high
+    add_theirs(made, ours, theirs)
+    return made
 
 
 # ---- Problems
@@ -412,7 +406,9 @@ def describe(bench: Bench) -> dict[str, object]:
     is_cuda = bench.device.type == "cuda"
     dist.all_gather_object(names, torch.cuda.get_device_name() if is_cuda else "CPU")
     versions = {"nccl": list(torch.cuda.nccl.version()), "cuda": torch.version.cuda} if is_cuda else {}
-    return {**describe_machine(), "ranks": names, "backend": dist.get_backend(), **versions}
+    machine = describe_machine()
+    name = f"{bench.ranks} x {names[0] if is_cuda else machine['name']}"
+    return {**machine, "name": name, "ranks": names, "backend": dist.get_backend(), **versions}
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -423,18 +419,21 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         raise RuntimeError("start at least two processes: torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py")
     machine = describe(bench)
     console = Console(width=180, quiet=bench.rank != 0)
-    console.print(f"{machine['backend']}, {', '.join(machine['ranks'])}; torch {machine['torch']}", highlight=False)
+    console.print(f"{machine['backend']}, {', '.join(machine['ranks'])}; torch {torch.__version__}", highlight=False)
     report = Report(machine, title=f"{bench.ranks} ranks; ratio = the other's time over ours (its quartiles)")
     for name in arguments.only:
         start = time.perf_counter()
         for each in CASES[name](bench):
+            each.group = name
             report.comparisons.append(each)
-            other = "" if each.theirs is None else f"; {each.other} {each.theirs:.4g}, ratio {each.ratio:.3f}"
-            console.print(f"{each.case}, {each.what}: {each.ours:.4g} {each.unit}{other}", highlight=False)
+            with PROGRESS.cleared():
+                console.print(each.text, highlight=False, markup=False)
             if arguments.json and bench.rank == 0:
                 report.write_json(arguments.json)  # a run that is cut short leaves what it has
         bench.free()
-        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
+        report.seconds[name] = time.perf_counter() - start
+        with PROGRESS.cleared():
+            console.print(f"{name}: {report.seconds[name]:.0f} s", highlight=False)
     report.print_table(console)
 
 

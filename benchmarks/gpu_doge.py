@@ -23,23 +23,24 @@ import argparse
 import copy
 import gc
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import transformers
-from common import Comparison, Report, benchmark_parser, describe_machine, run_cases
+from common import OURS, add_theirs, benchmark_parser, quartiles, run_cases
 from flash_dmattn.integrations import doge
+from progress import PROGRESS
+from report import Comparison, Report, describe_machine
 from rich.console import Console
 from torch import Tensor
 from transformers import Cache, CompileConfig, DogeConfig, DogeForCausalLM, DynamicCache, StaticCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
-OURS, EAGER, SDPA = "flash_dmattn", "eager", "sdpa"
+EAGER, SDPA = "eager", "sdpa"
 PEERS = (SDPA, EAGER)
 UNCOMPILED = "the same, uncompiled"
 TOKENS = 32768  # of the longest training step
@@ -127,6 +128,7 @@ def measure(
 ) -> Measured:
     """Seconds of what make() returns, after two calls for warm-up, and the peak of memory from make() on."""
     found, work = Measured(), None
+    PROGRESS.show(f"{case}, {name}")
     free()
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -160,22 +162,23 @@ def compare(
 ) -> Iterator[Comparison]:
     """One line for every other that ran; `amount`: what a call does, in what `unit` says is done in a second."""
 
-    def figure(name: str) -> float:
-        middle = statistics.median(measured[name].seconds)
-        return middle * 1e3 if amount is None else amount / middle
+    def figures(name: str) -> tuple[float, float, float]:
+        return quartiles([each * 1e3 if amount is None else amount / each for each in measured[name].seconds])
 
+    low, middle, high = figures(OURS)
     kind = str(DTYPE).removeprefix("torch.")
     others = [name for name in measured if name != OURS]
+    ours = Comparison(case, what, kind, unit, middle, ours_low=low, ours_high=high)
+    ours.samples = len(measured[OURS].seconds)
     for name in others:
         if measured[name].failed:
             continue
-        ratios = [their / our for our, their in zip(measured[OURS].seconds, measured[name].seconds, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        line = Comparison(case, what, kind, unit, figure(OURS), goal=(goals or {}).get(name), other=name)
-        line.theirs, line.ratio, line.ratio_low, line.ratio_high = figure(name), middle, low, high
+        line = replace(ours, goal=(goals or {}).get(name), other=name)
+        add_theirs(line, measured[OURS].seconds, measured[name].seconds)
+        line.theirs_low, line.theirs, line.theirs_high = figures(name)
         yield line
     if all(measured[name].failed for name in others):
-        yield Comparison(case, what, kind, unit, figure(OURS))
+        yield ours
 
 
 def compare_memory(
@@ -431,19 +434,19 @@ def main() -> int:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
-    machine = {**describe_machine(), "transformers": transformers.__version__}
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else machine["processor"]
-    machine["device"] = device
+    machine = describe_machine()
+    if DEVICE == "cuda":
+        machine["name"] = torch.cuda.get_device_name()
+    report = Report(machine, title="Doge; ratio = other's time or memory over ours (its quartiles)")
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(
-        f"{device}; transformers {machine['transformers']}, torch {machine['torch']}, flash_dmattn "
-        f"{machine['version']}",
+        f"{machine['name']}; transformers {transformers.__version__}, torch {torch.__version__}, flash_dmattn "
+        f"{report.versions['flash_dmattn']}",
         highlight=False,
     )
-    report = Report(machine, title="Doge; ratio = other's time or memory over ours (its quartiles)")
-    bench = Bench(max(2, arguments.repeats), arguments.quick)
+    bench = Bench(max(2, arguments.repeats), arguments.quick, report.notes)
     check_equal(bench)
-    return run_cases(CASES, bench, report, console, arguments, bench.notes)[1]
+    return run_cases(CASES, bench, report, console, arguments)
 
 
 if __name__ == "__main__":
