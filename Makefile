@@ -1,6 +1,6 @@
 # make run     trains the example model (ARGS="--steps 10" and so on are passed to it)
 # make test    formatting, C++ tests, Python tests
-# make bench   compares with PyTorch's attention
+# make bench   compares with PyTorch's attention; make results measures all that docs/ says of CPUs
 # make help    everything else
 #
 # Each sets up what it needs first: Debian packages, .venv, the build. PYTHON=path/to/python uses an environment
@@ -32,11 +32,12 @@ BUILD := build/$(PRESET)
 CONFIGURE = cmake >/dev/null
 CPP_FILES = $(shell find include src torch tests examples benchmarks \
                 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPU_BENCHMARKS = cpu_attention cpu_decode cpu_dynamic_mask cpu_key_indices cpu_sweeps
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
-.PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench \
-        check-neon check-sm80 check-wheel check-types docs check-docs release-check clean
+.PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench results \
+        results-gpu figures check-neon check-sm80 check-wheel check-types docs check-docs release-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -97,6 +98,28 @@ format: setup  ## format C++ and Python, fix what ruff can fix
 
 bench: library  ## compare speed and memory with PyTorch's attention (ARGS="--help")
 	@$(PY) benchmarks/cpu_attention.py $(ARGS)
+
+results: library  ## measure all that docs/ says of CPUs into benchmarks/results, then `make figures` (ARGS="--repeats 5")
+	@mkdir -p benchmarks/results
+	@for script in $(CPU_BENCHMARKS); do \
+	  $(PY) benchmarks/$$script.py --json benchmarks/results $(ARGS) || exit 1; \
+	done
+	@$(MAKE) --no-print-directory figures
+
+results-gpu: build  ## the same on a GPU, and on two if there are two
+	@mkdir -p benchmarks/results
+	@$(PY) benchmarks/gpu_attention.py --json benchmarks/results $(ARGS)
+	@$(PY) benchmarks/gpu_doge.py --json benchmarks/results $(ARGS)
+	@cmake --build --preset $(PRESET) --target cuda_selection_benchmark
+	@$(PY) benchmarks/gpu_selection.py $(BUILD)/cuda_selection_benchmark --json benchmarks/results
+	@if [[ $$(nvidia-smi -L | wc -l) -ge 2 ]]; then \
+	  $(PY) -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu_distributed.py --json benchmarks/results $(ARGS); \
+	fi
+	@$(MAKE) --no-print-directory figures
+
+figures: setup  ## write the tables of README.md and docs/, and the plots of docs/images, from benchmarks/results
+	@$(PY) benchmarks/tables.py
+	@$(PY) benchmarks/plot.py benchmarks/results/*.json --out docs/images
 
 check-neon:  ## cross-compile for 64-bit Arm and run the C++ tests in an emulator
 	@tools/setup.sh neon

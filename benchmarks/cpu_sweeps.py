@@ -120,14 +120,26 @@ def sliding(settings: Settings) -> Iterator[Comparison]:
     for window in SLIDING_WINDOWS:
         problem, width = Problem(settings.length(8192)), settings.length(window)
         intervals = KeyIntervals.sliding_window(width - 1, 0, problem.length)
-
-        def is_visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor, width: int = width) -> Tensor:
-            return (key <= row) & (key > row - width)
-
         case = f"last {width} keys, S{problem.length} {problem.shape}"
         sizes = {"length": problem.length, "window": width}
         mask = intervals.dense_mask(problem.length)
-        yield from _masked(settings, case, sizes, problem, intervals, mask, is_visible, is_causal=True)
+        yield from _masked(settings, case, sizes, problem, intervals, mask, _last(width), is_causal=True)
+
+
+def _last(width: int) -> Callable[..., Tensor]:
+    """A mask_mod of FlexAttention, as is what _given returns."""
+
+    def is_visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row) & (key > row - width)
+
+    return is_visible
+
+
+def _given(mask: Tensor) -> Callable[..., Tensor]:
+    def is_visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return mask[row, key]
+
+    return is_visible
 
 
 def densities(settings: Settings) -> Iterator[Comparison]:
@@ -136,16 +148,14 @@ def densities(settings: Settings) -> Iterator[Comparison]:
         for share in SHARES:
             problem = Problem(settings.length(4096))
             mask = _mask(kind, problem, share)
-            intervals, is_causal = mask if isinstance(mask, KeyIntervals) else None, isinstance(mask, KeyIntervals)
+            is_causal = isinstance(mask, KeyIntervals)
             dense = mask.dense_mask(problem.length)[0, 0] if is_causal else mask.expand(problem.length, -1)
-
-            def is_visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor, dense: Tensor = dense) -> Tensor:
-                return dense[row, key]
-
-            ours = intervals if is_causal else prepare_mask(mask[None, None], problem.length)
+            ours = mask if is_causal else prepare_mask(mask[None, None], problem.length)
             case = f"{kind}, share {share:g}, S{problem.length} {problem.shape}"
             sizes = {"length": problem.length, "share": share, "kind": kind}
-            yield from _masked(settings, case, sizes, problem, ours, dense[None, None], is_visible, is_causal=is_causal)
+            yield from _masked(
+                settings, case, sizes, problem, ours, dense[None, None], _given(dense), is_causal=is_causal
+            )
 
 
 def _mask(kind: str, problem: Problem, share: float) -> Tensor | KeyIntervals:

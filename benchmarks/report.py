@@ -16,10 +16,10 @@ from pathlib import Path
 import flash_dmattn
 import torch
 from flash_dmattn.commands.info import collect
+from results import SCHEMA
 from rich.console import Console
 from rich.table import Table
 
-SCHEMA = 1  # of the JSON: larger where a field changes its meaning or goes
 ROOT = Path(__file__).resolve().parents[1]
 # Distributions whose version a figure may depend on, where they are installed.
 PEERS = ("numpy", "transformers", "triton", "flash-attn", "flash-attn-4", "xformers")

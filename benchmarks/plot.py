@@ -1,0 +1,201 @@
+"""Draws what the benchmarks measured, from the JSON that they wrote.
+
+    python benchmarks/plot.py benchmarks/results/*.json --out docs/images
+
+One picture for every sweep that the files hold: benchmarks/README.md lists them. Axes are logarithmic, so that straight
+lines are powers: slope 1 is time in proportion. Bars are quartiles. The pictures have no background, and colours that
+stand out from white and from black, so that they fit light and dark pages; the colours are four of Okabe and Ito's
+("Color Universal Design", 2008), which most colour-blind readers tell apart, and every line has a marker of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from results import digest, read
+
+OURS = "flash_dmattn"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # the first is this library's
+TEXT = "#7A7A7A"
+STYLE = {
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.titlecolor": TEXT,
+    "axes.edgecolor": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "grid.color": TEXT,
+    "grid.alpha": 0.3,
+    "axes.titlesize": "medium",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+class Point(NamedTuple):
+    x: float
+    low: float
+    median: float
+    high: float
+
+
+Curves = dict[str, list[Point]]  # by label, this library's first
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels beside one another, each of lines of one group of one script."""
+
+    title: str
+    script: str
+    group: str
+    x: str  # which of a line's sizes
+    x_label: str
+    panels: tuple[str, ...]  # titles
+    panel_of: Callable[[dict], str | None]  # of a line; None: not drawn
+    label_of: Callable[[dict], str] = lambda line: OURS
+    other_label_of: Callable[[dict], str | None] = lambda line: line["other"]
+
+    def curves(self, lines: list[dict], panel: str) -> Curves:
+        """What a panel shows. The figures of ours stand in a line for every other and are taken once."""
+        found: dict[str, dict[float, Point]] = {}
+        for line in lines:
+            if line["group"] != self.group or self.panel_of(line) != panel:
+                continue
+            x = line["sizes"][self.x]
+            ours = Point(x, line["ours_low"], line["ours"], line["ours_high"])
+            found.setdefault(self.label_of(line), {}).setdefault(x, ours)
+            other = self.other_label_of(line)
+            if other is not None and line.get("theirs") is not None:
+                theirs = Point(x, line["theirs_low"], line["theirs"], line["theirs_high"])
+                found.setdefault(other, {}).setdefault(x, theirs)
+        return {label: [points[x] for x in sorted(points)] for label, points in found.items()}
+
+
+def _forward_or_backward(line: dict) -> str | None:
+    return {"forward": "forward", "backward": "backward"}.get(line["what"])
+
+
+def _whole_forward(line: dict) -> str | None:
+    """The forward from scores to output: ours with its selection, SDPA with torch.topk's mask; FlexAttention, which
+    gets its block mask, beside them."""
+    if line["what"] == "selection + forward" or (line["what"] == "forward" and line["other"] == "FlexAttention"):
+        return "forward, the keys chosen in it"
+    return "backward" if line["what"] == "backward" else None
+
+
+def _whole_other(line: dict) -> str:
+    return {"FlexAttention": "FlexAttention, keys given", "topk mask + SDPA": "SDPA", "SDPA": "SDPA"}[line["other"]]
+
+
+def _batch(line: dict) -> str:
+    return f"batch {line['sizes']['batch']}"
+
+
+PICTURES = {
+    "cpu_lengths": Picture(
+        "every row keeps 1024 keys, H2 Hkv1 D128", "cpu_sweeps", "lengths", "length", "sequence length",
+        ("forward, the keys chosen in it", "backward"), _whole_forward, other_label_of=_whole_other,
+    ),
+    "cpu_windows": Picture(
+        "8192 keys, H2 Hkv1 D128", "cpu_sweeps", "windows", "window", "keys that a row keeps",
+        ("forward, the keys chosen in it", "backward"), _whole_forward, other_label_of=_whole_other,
+    ),
+    "cpu_sliding": Picture(
+        "8192 keys, H2 Hkv1 D64", "cpu_sweeps", "sliding", "window", "keys that a row sees, the last",
+        ("forward", "backward"), _forward_or_backward,
+    ),
+    "cpu_densities": Picture(
+        "forward, 4096 keys, H2 Hkv1 D64", "cpu_sweeps", "densities", "share", "share of the scores that is kept",
+        ("tiles", "keys", "scores", "top w"),
+        lambda line: line["sizes"]["kind"] if line["what"] == "forward" else None,
+    ),
+    "cpu_decode": Picture(
+        "one query row, H8 Hkv2 D128", "cpu_decode", "batches", "keys", "keys in the cache",
+        ("batch 1", "batch 8", "batch 32"), _batch,
+        label_of=lambda line: f"{OURS}, {line['what']}",
+        other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
+    ),
+    "gpu_windows": Picture(
+        "bool mask, H2 Hkv1 D32 S16384", "gpu_attention", "windows", "window", "keys that a row sees, the last",
+        ("forward", "backward"), _forward_or_backward,
+    ),
+}  # fmt: skip
+
+
+def draw(picture: Picture, content: dict, path: Path, source: Path) -> None:
+    """Writes the PNG, whose text says from which file it was drawn."""
+    with matplotlib.rc_context(STYLE):
+        width = 3.6 * len(picture.panels)
+        figure, axes = pyplot.subplots(
+            1, len(picture.panels), figsize=(width, 4), layout="constrained", sharey=True, squeeze=False
+        )
+        colors: dict[str, int] = {}
+        for axis, panel in zip(axes[0], picture.panels, strict=True):
+            _panel(axis, picture.curves(content["comparisons"], panel), colors)
+            axis.set_title(panel)
+            axis.set_xlabel(picture.x_label)
+        axes[0][0].set_ylabel("milliseconds")
+        dtype = next(line["dtype"] for line in content["comparisons"] if line["group"] == picture.group)
+        figure.suptitle(f"{picture.title}, {dtype}; {content['machine']['name']}", fontsize="medium")
+        lines = {line.get_label(): line for axis in axes[0] for line in axis.containers}
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), frameon=False)
+        figure.savefig(path, dpi=120, metadata={"Source": f"{source.name} {digest(source)}"})
+        pyplot.close(figure)
+
+
+def _panel(axis: Axes, curves: Curves, colors: dict[str, int]) -> None:
+    for label, points in curves.items():
+        index = colors.setdefault(label, len(colors))
+        x, median = [point.x for point in points], [point.median for point in points]
+        errors = [[point.median - point.low for point in points], [point.high - point.median for point in points]]
+        axis.errorbar(
+            x, median, errors, color=COLORS[index], marker="os^D"[index], markersize=5, capsize=2, label=label,
+            linestyle="-" if label.startswith(OURS) else "--",
+        )  # fmt: skip
+    ticks = sorted({point.x for points in curves.values() for point in points})
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(ticks, [_short(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
+    axis.minorticks_off()
+    axis.grid()
+
+
+def _short(size: float) -> str:
+    return f"{size / 1024:g}k" if size >= 1024 else f"{size:g}"
+
+
+def pictures_of(content: dict) -> Iterator[tuple[str, Picture]]:
+    """Those whose lines the file holds."""
+    groups = {line["group"] for line in content["comparisons"]}
+    for name, picture in PICTURES.items():
+        if picture.script == content["script"] and picture.group in groups:
+            yield name, picture
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("files", type=Path, nargs="+", help="what the benchmarks wrote with --json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the pictures; it is made")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for file in arguments.files:
+        content = read(file)
+        for name, picture in pictures_of(content):
+            path = arguments.out / f"{name}.png"
+            draw(picture, content, path, file)
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
