@@ -11,6 +11,7 @@ SHELL := /bin/bash
 PRESET ?= release
 ARGS ?=
 RUNS ?= 1000000 100000
+REPEATS ?= 7
 
 ifdef PYTHON
   PY := $(shell command -v $(PYTHON))
@@ -99,21 +100,22 @@ format: setup  ## format C++ and Python, fix what ruff can fix
 bench: library  ## compare speed and memory with PyTorch's attention (ARGS="--help")
 	@$(PY) benchmarks/cpu_attention.py $(ARGS)
 
-results: library  ## measure all that docs/ says of CPUs into benchmarks/results, then `make figures` (ARGS="--repeats 5")
+results: library  ## measure all that docs/ says of CPUs into benchmarks/results, then `make figures` (REPEATS=7)
 	@mkdir -p benchmarks/results
 	@for script in $(CPU_BENCHMARKS); do \
-	  $(PY) benchmarks/$$script.py --json benchmarks/results $(ARGS) || exit 1; \
+	  $(PY) benchmarks/$$script.py --repeats $(REPEATS) --json benchmarks/results || exit 1; \
 	done
 	@$(MAKE) --no-print-directory figures
 
 results-gpu: build  ## the same on a GPU, and on two if there are two
 	@mkdir -p benchmarks/results
-	@$(PY) benchmarks/gpu_attention.py --json benchmarks/results $(ARGS)
-	@$(PY) benchmarks/gpu_doge.py --json benchmarks/results $(ARGS)
+	@$(PY) benchmarks/gpu_attention.py --repeats $(REPEATS) --json benchmarks/results
+	@$(PY) benchmarks/gpu_doge.py --repeats $(REPEATS) --json benchmarks/results
 	@cmake --build --preset $(PRESET) --target cuda_selection_benchmark
 	@$(PY) benchmarks/gpu_selection.py $(BUILD)/cuda_selection_benchmark --json benchmarks/results
 	@if [[ $$(nvidia-smi -L | wc -l) -ge 2 ]]; then \
-	  $(PY) -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu_distributed.py --json benchmarks/results $(ARGS); \
+	  $(PY) -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu_distributed.py \
+	    --repeats $(REPEATS) --json benchmarks/results; \
 	fi
 	@$(MAKE) --no-print-directory figures
 

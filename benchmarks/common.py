@@ -33,7 +33,6 @@ def compare_times(
     goal: float | None = None,
     limit: float | None = None,
     other: str = "PyTorch",
-    sizes: Mapping[str, float | str] | None = None,
 ) -> Comparison:
     """Times of one call each; a sample averages over `calls` of them."""
     per_second = {"ms": 1e3, "us": 1e6}[unit]
@@ -42,9 +41,7 @@ def compare_times(
         return lambda: sample_seconds(function, calls) * per_second
 
     samples = sampler(ours), sampler(theirs)
-    return compare_samples(
-        case, what, dtype, unit, *samples, repeats=repeats, goal=goal, limit=limit, other=other, sizes=sizes
-    )
+    return compare_samples(case, what, dtype, unit, *samples, repeats=repeats, goal=goal, limit=limit, other=other)
 
 
 def compare_samples(
@@ -59,13 +56,10 @@ def compare_samples(
     goal: float | None = None,
     limit: float | None = None,
     other: str = "PyTorch",
-    sizes: Mapping[str, float | str] | None = None,
 ) -> Comparison:
     """Medians over `repeats` samples of each, as compare_all takes them."""
     goals = None if goal is None else {other: goal}
-    (line,) = compare_all(
-        case, what, dtype, unit, ours, {other: theirs}, repeats=repeats, goals=goals, limit=limit, sizes=sizes
-    )
+    (line,) = compare_all(case, what, dtype, unit, ours, {other: theirs}, repeats=repeats, goals=goals, limit=limit)
     return line
 
 
@@ -144,9 +138,9 @@ def measure_samples(
     return line
 
 
-def milliseconds(function: Callable[[], object]) -> Callable[[], float]:
-    """A sampler of one call."""
-    return lambda: 1e3 * sample_seconds(function, 1)
+def milliseconds(function: Callable[[], object], calls: int = 1) -> Callable[[], float]:
+    """A sampler of one call, averaged over `calls`."""
+    return lambda: 1e3 * sample_seconds(function, calls)
 
 
 def sample_seconds(function: Callable[[], object], calls: int) -> float:

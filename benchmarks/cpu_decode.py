@@ -199,12 +199,12 @@ def batches(settings: Settings) -> Iterator[Comparison]:
                 continue
             one = settings.step(batch, keys, dtype)
             dense, repeats = milliseconds(one.ours), min(settings.repeats, 5)
-            sizes = {"batch": batch, "keys": one.keys}
+            sizes = {"batch": batch, "keys": one.keys, "kept": one.kept}
             compare = partial(compare_all, one.case, dtype=dtype, unit="ms", repeats=repeats, sizes=sizes)
             yield from compare(what="dense", ours=dense, others={"SDPA": milliseconds(one.theirs)})
             # In turn with a dense step, which leaves nothing of the kept keys in the cache.
             kept = milliseconds(lambda one=one: one.ours(one.mask))
-            yield from compare(what=f"keeping {one.kept}", ours=kept, others={"dense": dense})
+            yield from compare(what="kept", ours=kept, others={"dense": dense})
 
 
 def available_bytes() -> int:

@@ -58,9 +58,10 @@ class Settings:
         most: int,
     ) -> list[Comparison]:
         """Milliseconds of one call each, from at most `most` samples."""
-        samplers = {name: work if isinstance(work, str) else milliseconds(work) for name, work in others.items()}
+        calls = 10 if sizes["length"] <= 1024 else 1
+        samplers = {name: work if isinstance(work, str) else milliseconds(work, calls) for name, work in others.items()}
         repeats = min(self.repeats, most)
-        return compare_all(case, what, DTYPE, "ms", milliseconds(ours), samplers, repeats=repeats, sizes=sizes)
+        return compare_all(case, what, DTYPE, "ms", milliseconds(ours, calls), samplers, repeats=repeats, sizes=sizes)
 
 
 def absent_peers() -> dict[str, str]:
@@ -106,8 +107,7 @@ def _dynamic(
     most = 7 if problem.length <= 4096 else 3
     with torch.no_grad():
         yield from settings.compare(case, "selection + forward", problem.ours_selected, selecting, sizes, most)
-        ours = lambda: problem.ours(intervals)  # noqa: E731
-        yield from settings.compare(case, "forward", ours, forwards | absent, sizes, most)
+        yield from settings.compare(case, "forward", lambda: problem.ours(intervals), forwards | absent, sizes, most)
     yield from settings.compare(case, "backward", backward, backwards | {FLEX: NO_BACKWARD}, sizes, most)
 
 
@@ -122,8 +122,8 @@ def sliding(settings: Settings) -> Iterator[Comparison]:
         intervals = KeyIntervals.sliding_window(width - 1, 0, problem.length)
         case = f"last {width} keys, S{problem.length} {problem.shape}"
         sizes = {"length": problem.length, "window": width}
-        mask = intervals.dense_mask(problem.length)
-        yield from _masked(settings, case, sizes, problem, intervals, mask, _last(width), is_causal=True)
+        mask, absent = intervals.dense_mask(problem.length), absent_peers() if window == SLIDING_WINDOWS[0] else {}
+        yield from _masked(settings, case, sizes, problem, intervals, mask, _last(width), absent, is_causal=True)
 
 
 def _last(width: int) -> Callable[..., Tensor]:
@@ -153,8 +153,9 @@ def densities(settings: Settings) -> Iterator[Comparison]:
             ours = mask if is_causal else prepare_mask(mask[None, None], problem.length)
             case = f"{kind}, share {share:g}, S{problem.length} {problem.shape}"
             sizes = {"length": problem.length, "share": share, "kind": kind}
+            absent = absent_peers() if (kind, share) == ("tiles", 1.0) else {}
             yield from _masked(
-                settings, case, sizes, problem, ours, dense[None, None], _given(dense), is_causal=is_causal
+                settings, case, sizes, problem, ours, dense[None, None], _given(dense), absent, is_causal=is_causal
             )
 
 
@@ -183,6 +184,7 @@ def _masked(
     given: KeyIntervals | PreparedMask,
     mask: Tensor,
     is_visible: Callable[..., Tensor],
+    absent: dict[str, str],
     *,
     is_causal: bool,
 ) -> Iterator[Comparison]:
@@ -201,7 +203,7 @@ def _masked(
         _check_equal(ours().transpose(1, 2) * visible, expected.nan_to_num() * visible)
         _check_equal(flex() * visible, expected.nan_to_num() * visible)
         forwards = {DENSE: dense, SDPA: lambda: problem.theirs(mask), FLEX: flex}
-        yield from settings.compare(case, "forward", ours, forwards, sizes, 5)
+        yield from settings.compare(case, "forward", ours, forwards | absent, sizes, 5)
     backward, dense_backward = (
         problem.backward_of(work(), problem.our_leaves(), problem.dout) for work in (ours, dense)
     )

@@ -24,7 +24,14 @@ from matplotlib.axes import Axes
 from results import digest, read
 
 OURS = "flash_dmattn"
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # the first is this library's
+# By the first words of a line's label, the most telling first.
+STYLES = {
+    "flash_dmattn, kept": ("#CC79A7", "D"),
+    "flash_dmattn": ("#0072B2", "o"),
+    "own": ("#CC79A7", "D"),
+    "SDPA": ("#D55E00", "s"),
+    "FlexAttention": ("#009E73", "^"),
+}
 TEXT = "#7A7A7A"
 STYLE = {
     "text.color": TEXT,
@@ -121,7 +128,7 @@ PICTURES = {
         lambda line: line["sizes"]["kind"] if line["what"] == "forward" else None,
     ),
     "cpu_decode": Picture(
-        "one query row, H8 Hkv2 D128", "cpu_decode", "batches", "keys", "keys in the cache",
+        "one query row, all keys or 2048 kept, H8 Hkv2 D128", "cpu_decode", "batches", "keys", "keys in the cache",
         ("batch 1", "batch 8", "batch 32"), _batch,
         label_of=lambda line: f"{OURS}, {line['what']}",
         other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
@@ -140,9 +147,8 @@ def draw(picture: Picture, content: dict, path: Path, source: Path) -> None:
         figure, axes = pyplot.subplots(
             1, len(picture.panels), figsize=(width, 4), layout="constrained", sharey=True, squeeze=False
         )
-        colors: dict[str, int] = {}
         for axis, panel in zip(axes[0], picture.panels, strict=True):
-            _panel(axis, picture.curves(content["comparisons"], panel), colors)
+            _panel(axis, picture.curves(content["comparisons"], panel))
             axis.set_title(panel)
             axis.set_xlabel(picture.x_label)
         axes[0][0].set_ylabel("milliseconds")
@@ -154,13 +160,13 @@ def draw(picture: Picture, content: dict, path: Path, source: Path) -> None:
         pyplot.close(figure)
 
 
-def _panel(axis: Axes, curves: Curves, colors: dict[str, int]) -> None:
+def _panel(axis: Axes, curves: Curves) -> None:
     for label, points in curves.items():
-        index = colors.setdefault(label, len(colors))
+        color, marker = next(style for start, style in STYLES.items() if label.startswith(start))
         x, median = [point.x for point in points], [point.median for point in points]
         errors = [[point.median - point.low for point in points], [point.high - point.median for point in points]]
         axis.errorbar(
-            x, median, errors, color=COLORS[index], marker="os^D"[index], markersize=5, capsize=2, label=label,
+            x, median, errors, color=color, marker=marker, markersize=5, capsize=2, label=label,
             linestyle="-" if label.startswith(OURS) else "--",
         )  # fmt: skip
     ticks = sorted({point.x for points in curves.values() for point in points})

@@ -10,7 +10,7 @@ A page says what it shows between two comments, and all between them is replaced
 
 FILE is one of benchmarks/results. LAYOUT is one of
 
-    machine                     a sentence: machine, versions, command, date
+    machine                     sentences: machine, versions, command, date, notes
     lines GROUP ...             every line of these cases, as it is
     pairs GROUP ...             a row for each case and dtype: figures of ours and the ratios to others
     sweep GROUP WHAT SIZE ...   figures of ours and of every other, a row for each value of these sizes
@@ -71,9 +71,12 @@ def machine(content: dict) -> str:
     others = [f"{name} {version}" for name, version in versions.items() if name in ("transformers", "flash-attn-4")]
     made_of = ", ".join([f"flash_dmattn {versions['flash_dmattn']}", f"torch {versions['torch']}", *others])
     commit = f", commit {versions['commit'][:10]}" if versions["commit"] else ""
+    minutes = sum(content["seconds"].values()) / 60
+    notes = "".join(f" Note: {note}." for note in content["notes"])
     return (
         f"*{about['name']}, {about['threads']} threads of {about['cores']} cores, kernels {kernels[0]} (float32) and "
-        f"{kernels[1]} (bfloat16); {made_of}{commit}; {content['date']}. `python {shlex.join(_command(content))}`*\n"
+        f"{kernels[1]} (bfloat16); {made_of}{commit}; {content['date']}. `python {shlex.join(_command(content))}`, "
+        f"{number(minutes)} minutes.{notes}*\n"
     )
 
 
@@ -135,10 +138,9 @@ LAYOUTS: dict[str, Callable[..., str]] = {"machine": machine, "lines": lines, "p
 
 def number(value: float) -> str:
     """Three digits that count: 0.123, 1.23, 123, 1230."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{float(f'{value:.3g}'):.0f}"
+    value = float(f"{value:.3g}")
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:.0f}"
     return re.sub(r"e-0?(\d+)$", r"e-\1", f"{value:#.3g}").removesuffix(".")
 
 
@@ -179,7 +181,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
         return ""
     kept = [index for index in range(len(rows[0])) if any(row[index] for row in rows)]
     made = [list(head), ["---"] * len(rows[0]), *rows]
-    return "".join("| " + " | ".join(row[index] for index in kept) + " |\n" for row in made).replace("|  |", "| |")
+    return "".join("|" + "".join(f" {row[index]} |" if row[index] else " |" for index in kept) + "\n" for row in made)
 
 
 def main() -> int:
