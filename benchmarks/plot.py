@@ -21,7 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from results import digest, read
+from results import digest, is_quick, read
 
 OURS = "flash_dmattn"
 # By the first words of a line's label, the most telling first.
@@ -153,7 +153,8 @@ def draw(picture: Picture, content: dict, path: Path, source: Path) -> None:
             axis.set_xlabel(picture.x_label)
         axes[0][0].set_ylabel("milliseconds")
         dtype = next(line["dtype"] for line in content["comparisons"] if line["group"] == picture.group)
-        figure.suptitle(f"{picture.title}, {dtype}; {content['machine']['name']}", fontsize="medium")
+        title = "small sizes, without meaning" if is_quick(content) else picture.title
+        figure.suptitle(f"{title}, {dtype}; {content['machine']['name']}", fontsize="medium")
         lines = {line.get_label(): line for axis in axes[0] for line in axis.containers}
         figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), frameon=False)
         figure.savefig(path, dpi=120, metadata={"Source": f"{source.name} {digest(source)}"})

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from results import read
+from results import is_quick, read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,17 +67,18 @@ def answer(query: str) -> str:
 
 def machine(content: dict) -> str:
     about, versions = content["machine"], content["versions"]
-    kernels = dict(about["cpu"]).get("isa_float"), dict(about["cpu"]).get("isa_bfloat16")
-    others = [f"{name} {version}" for name, version in versions.items() if name in ("transformers", "flash-attn-4")]
-    made_of = ", ".join([f"flash_dmattn {versions['flash_dmattn']}", f"torch {versions['torch']}", *others])
-    commit = f", commit {versions['commit'][:10]}" if versions["commit"] else ""
-    minutes = sum(content["seconds"].values()) / 60
-    notes = "".join(f" Note: {note}." for note in content["notes"])
-    return (
-        f"*{about['name']}, {about['threads']} threads of {about['cores']} cores, kernels {kernels[0]} (float32) and "
-        f"{kernels[1]} (bfloat16); {made_of}{commit}; {content['date']}. `python {shlex.join(_command(content))}`, "
-        f"{number(minutes)} minutes.{notes}*\n"
-    )
+    parts = [f"flash_dmattn {versions['flash_dmattn']}", f"torch {versions['torch']}"]
+    parts += [f"{name} {versions[name]}" for name in ("transformers", "flash-attn-4") if name in versions]
+    parts += [f"commit {versions['commit'][:10]}"] if versions["commit"] else []
+    sentences = [
+        f"{about['name']}, {about['threads']} threads of {about['cores']} cores, kernels {about['cpu']['isa_float']} "
+        f"(float32) and {about['cpu']['isa_bfloat16']} (bfloat16)",
+        f"{', '.join(parts)}, {content['date']}",
+        f"`python {shlex.join(_command(content))}`, {number(sum(content['seconds'].values()) / 60)} minutes",
+        *content["notes"],
+    ]
+    quick = "**Small sizes, which only check the script: the figures mean nothing.** " if is_quick(content) else ""
+    return f"{quick}*{'. '.join(sentences)}.*\n"
 
 
 def _command(content: dict) -> list[str]:
