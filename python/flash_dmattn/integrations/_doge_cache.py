@@ -2,7 +2,7 @@
 
 Scores of cached keys are not computed again, and one new key can only put out one of the best. How the best are kept
 depends on the device: on the CPU as `KeptKeys`, which take several new keys at once and follow caches that are cropped
-or reordered; on GPUs, whose attention takes no lists of keys so far, as a bool for every key.
+or reordered; on GPUs, whose kernels for few rows read masks and no lists, as a bool for every key.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class KnownScores:
 
 
 def _keeps_lists(tensor: Tensor) -> bool:
-    """Whether the best keys are kept as lists: where attention takes them, which so far is on the CPU only."""
+    """Whether the best keys are kept as lists: where attention of few rows reads them, so far on the CPU only."""
     return tensor.device.type == "cpu"
 
 
