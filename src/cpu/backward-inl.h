@@ -363,7 +363,7 @@ class BackwardUnit {
       } else {
         HWY_ALIGN float tile_gradients[kTileKeys];
         differentiate_tile(terms, visible, scores, gradients, in_block, [&](Vec gradient, int key) {
-          hn::Store(gradient, kFloats, tile_gradients + key - in_block);
+          hn::Store(gradient, kFloats, tile_gradients + (key - in_block));
         });
         if (dbias_.wanted()) dbias_.add_tile(row, listed, in_block, tile_gradients);
         for (int key = 0; key < kTileKeys; key += kLanes) {
@@ -394,7 +394,7 @@ class BackwardUnit {
       // With a bias the score is rounded first, as by the forward.
       const Vec distance =
           terms.bias != nullptr
-              ? hn::Sub(hn::MulAdd(stored, factor, hn::LoadU(kFloats, terms.bias + key - in_block)), maximum)
+              ? hn::Sub(hn::MulAdd(stored, factor, hn::LoadU(kFloats, terms.bias + (key - in_block))), maximum)
               : hn::MulSub(stored, factor, maximum);
       const Vec p = exponential<Products::kExpDegree>(hn::Sub(distance, log_sum));  // of the keys among themselves
       if (gradients != nullptr) {

@@ -27,7 +27,9 @@ class Strip {
     const std::int64_t pair = unit / strips;
     first_ = unit % strips * kStripKeys;
     count_ = std::min(kStripKeys, p_.keys - first_);
-    mask_ = p_.mask + pair / p_.heads * p_.strides[0] + pair % p_.heads * p_.strides[1] + first_ * p_.strides[3];
+    if (p_.rows > 0) {  // a mask without rows may have no memory to point into
+      mask_ = p_.mask + pair / p_.heads * p_.strides[0] + pair % p_.heads * p_.strides[1] + first_ * p_.strides[3];
+    }
     begin_ = p_.begin + pair * p_.keys + first_;
     end_ = p_.end + pair * p_.keys + first_;
   }

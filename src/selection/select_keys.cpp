@@ -118,6 +118,7 @@ void select_on_host(const SelectionProblem& problem, void* workspace, Executor& 
                       : problem.dtype == DType::kFloat32  ? select_head<Float32Format>
                                                           : select_head<Float64Format>;
   const std::int64_t tasks = problem.batch * problem.heads;
+  if (tasks == 0 || problem.keys == 0) return;  // scores without elements may have no memory to point into
   std::atomic<std::int64_t> next{0};
   const auto work = [&](int worker) {
     auto* heap = static_cast<std::byte*>(workspace) + static_cast<std::size_t>(worker) * heap_bytes(problem);
@@ -125,7 +126,7 @@ void select_on_host(const SelectionProblem& problem, void* workspace, Executor& 
       select(problem, task / problem.heads, task % problem.heads, heap);
     }
   };
-  if (tasks > 0) executor.run(worker_count(problem, executor), work);
+  executor.run(worker_count(problem, executor), work);
 }
 
 }  // namespace flash_dmattn::internal
