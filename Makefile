@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PRESET ?= release
 ARGS ?=
-RUNS ?= 1000000 100000
+RUNS ?= 1000000 200000 100000
 REPEATS ?= 7
 
 ifdef PYTHON
@@ -31,6 +31,9 @@ export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 BUILD := build/$(PRESET)
 CONFIGURE = cmake >/dev/null
+# FUZZ NAME LARGEST-INPUT WHICH-OF-RUNS. Inputs may have any length from the start: decisions that come late count as well.
+FUZZ = mkdir -p build/fuzz/found/$(1) && build/fuzz/tests/cpp/fuzz_$(1) -runs=$(word $(3),$(RUNS)) -max_len=$(2) \
+           -len_control=0 -print_final_stats=1 -artifact_prefix=build/fuzz/found/$(1)- build/fuzz/found/$(1)
 CPP_FILES = $(shell find include src torch tests examples benchmarks \
                 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CPU_BENCHMARKS = cpu_attention cpu_decode cpu_dynamic_mask cpu_key_indices cpu_sweeps
@@ -75,15 +78,13 @@ test-sanitize: setup  ## C++ tests under AddressSanitizer and UBSan; GPU tests, 
 	@if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) --no-print-directory build; fi
 	@PY=$(PY) tools/sanitize_gpu.sh $(BUILD)
 
-fuzz:  ## explore arguments and calls of the C++ library with libFuzzer (RUNS="1000000 100000": of each)
+fuzz:  ## explore arguments and calls of the C++ library with libFuzzer (RUNS="1000000 200000 100000": of each)
 	@tools/setup.sh fuzz
 	@$(CONFIGURE) --preset fuzz
 	@cmake --build --preset fuzz
-	@mkdir -p build/fuzz/found/validate build/fuzz/found/attention
-	@build/fuzz/tests/cpp/fuzz_validate -runs=$(word 1,$(RUNS)) -max_len=512 -print_final_stats=1 \
-	    build/fuzz/found/validate
-	@build/fuzz/tests/cpp/fuzz_attention -runs=$(word 2,$(RUNS)) -max_len=64 -print_final_stats=1 \
-	    build/fuzz/found/attention
+	@$(call FUZZ,validate,512,1)
+	@$(call FUZZ,selection,512,2)
+	@$(call FUZZ,attention,64,3)
 
 lint: setup  ## check formatting, style, that no include goes up the layers and that versions agree
 	@clang-format --dry-run --Werror $(CPP_FILES)

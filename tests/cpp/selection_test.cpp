@@ -15,6 +15,8 @@
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);  // fuzz_selection.cpp
+
 namespace flash_dmattn {
 namespace {
 
@@ -162,6 +164,37 @@ TEST(Selection, RefusesBadArguments) {
   inputs.seqlens_k = made.begin.view();
   EXPECT_EQ(argument_of(inputs, options, made.intervals()), "seqlens_k");
   EXPECT_EQ(select_keys(made.inputs(), options, made.intervals(), nullptr, 0).argument(), "workspace");
+}
+
+// Where a size is 0 there may be no memory, whatever the strides say: sanitizers see what is added to null.
+TEST(Selection, TensorsWithoutElementsNeedNoMemory) {
+  TensorView scores = contiguous_view(nullptr, DType::kFloat32, 2, 3, 0);
+  scores.strides = {7, 5, 3, 0};
+  const TensorView none = contiguous_view(nullptr, DType::kInt32, 2, 3, 0);
+  EXPECT_EQ(select_keys({scores}, {4, 10, true}, {none, none}).message(), "ok");
+
+  constexpr std::int64_t kKeys = 5000;  // strips of keys are looked at one by one
+  TensorView mask = contiguous_view(nullptr, DType::kBool, 2, 1, 0, kKeys);
+  mask.strides = {7, 5, 3, 1};
+  Tensor begin(DType::kInt32, {2, 1, kKeys}), end = begin;
+  for (Tensor* bound : {&begin, &end}) bound->fill([] { return 7.0; });
+  bool exact = false;
+  EXPECT_EQ(mask_intervals(mask, false, {begin.view(), end.view()}, &exact).message(), "ok");
+  EXPECT_TRUE(exact);
+  for (std::size_t key = 0; key < begin.count(); ++key) {
+    EXPECT_EQ(begin.get(key), 0);
+    EXPECT_EQ(end.get(key), 0);
+  }
+}
+
+// Also of packed documents, kept keys and masks.
+TEST(Selection, ArbitraryCallsFollowTheRules) {
+  std::mt19937 random(11);
+  std::vector<std::uint8_t> bytes(512);
+  for (int i = 0; i < 20000; ++i) {
+    for (auto& byte : bytes) byte = static_cast<std::uint8_t>(random());
+    LLVMFuzzerTestOneInput(bytes.data(), bytes.size());  // aborts where something is wrong
+  }
 }
 
 // Attention with intervals (and maybe a mask) and with the mask that says the same.
