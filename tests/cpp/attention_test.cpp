@@ -8,10 +8,12 @@
 #include <cstdint>
 #include <new>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "attention_testing.h"
+#include "core/thread_pool.h"
 #include "flash_dmattn/info.h"
 #include "flash_dmattn/plan.h"
 
@@ -547,6 +549,34 @@ TEST(Attention, SurvivesRandomCalls) {
   for (int i = 0; i < 400; ++i) {
     for (auto& byte : bytes) byte = static_cast<std::uint8_t>(random());
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());  // aborts where something is wrong
+  }
+}
+
+// From several threads, on one pool that they share and on pools of other sizes.
+TEST(Attention, CallsAtTheSameTimeHaveTheBitsOfCallsAlone) {
+  const Variant variants[] = {
+      {.name = "mask", .shape = {2, 70, 90, 4, 2, 32}, .mask = {2, 2, 70, 90}, .bias = {2, 4, 1, 90}},
+      {.name = "causal", .shape = {2, 130, 130, 4, 2, 32}, .is_causal = true, .sink = true},
+      {.name = "decode", .shape = {1, 2, 2100, 4, 2, 32}, .mask = {1, 1, 1, 2100}},
+  };
+  internal::ThreadPool shared(3);
+  std::vector<std::jthread> callers;
+  for (const Variant& variant : variants) {
+    for (int caller = 0; caller < 2; ++caller) {
+      callers.emplace_back([&variant, &shared, caller] {
+        Call alone(variant, DType::kFloat32);
+        alone.options.deterministic = true;
+        Call together = alone;
+        SerialExecutor one(1);
+        alone.run({.executor = &one});
+        for (int round = 0; round < 20; ++round) {
+          internal::ThreadPool own(1 + round % 3);
+          together.make_results();
+          together.run({.executor = caller == 0 ? &shared : &own});
+          testing::expect_same_bytes(together, alone);
+        }
+      });
+    }
   }
 }
 

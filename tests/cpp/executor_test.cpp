@@ -155,8 +155,10 @@ TEST(Concurrency, SettingIsAPositiveNumberOrReported) {
 }
 
 class DefaultExecutor : public testing::Test {
- protected:
+ public:
   static constexpr int kConcurrency = 3;
+
+ protected:
   // Before the first use, whichever test that is in.
   static void SetUpTestSuite() { ASSERT_EQ(setenv("FLASH_DMATTN_NUM_THREADS", "3", 1), 0); }
 };
@@ -168,12 +170,12 @@ TEST_F(DefaultExecutor, IsOneOfTheConfiguredSize) {
 
 // ThreadSanitizer ends a process that forks with threads running.
 #if !defined(__SANITIZE_THREAD__)
-TEST_F(DefaultExecutor, WorksInAForkedChild) {
-  const auto run_together = [] {
-    std::latch all_running(kConcurrency);
-    default_executor().run(kConcurrency, [&](int) { all_running.arrive_and_wait(); });
-  };
-  run_together();
+void run_together() {
+  std::latch all_running(DefaultExecutor::kConcurrency);
+  default_executor().run(DefaultExecutor::kConcurrency, [&](int) { all_running.arrive_and_wait(); });
+}
+
+void expect_child_runs_together() {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
@@ -185,6 +187,24 @@ TEST_F(DefaultExecutor, WorksInAForkedChild) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
   EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+TEST_F(DefaultExecutor, WorksInAForkedChild) {
+  run_together();
+  expect_child_runs_together();
+}
+
+// The child's copy of the pool is in whatever state the calls left it in, perhaps locked.
+TEST_F(DefaultExecutor, WorksInAChildForkedWhileCallsRun) {
+  std::atomic<bool> stop = false;
+  std::vector<std::jthread> callers;
+  for (int caller = 0; caller < 2; ++caller) {
+    callers.emplace_back([&] {
+      while (!stop) default_executor().run(kConcurrency, [](int) {});
+    });
+  }
+  for (int round = 0; round < 20 && !HasFatalFailure(); ++round) expect_child_runs_together();
+  stop = true;
 }
 #endif
 
