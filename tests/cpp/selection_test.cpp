@@ -166,7 +166,8 @@ TEST(Selection, RefusesBadArguments) {
   EXPECT_EQ(select_keys(made.inputs(), options, made.intervals(), nullptr, 0).argument(), "workspace");
 }
 
-// Where a size is 0 there may be no memory, whatever the strides say: sanitizers see what is added to null.
+// Where a size is 0 there may be no memory, whatever the strides say. (Only Clang's sanitizer sees what is added to
+// null.)
 TEST(Selection, TensorsWithoutElementsNeedNoMemory) {
   TensorView scores = contiguous_view(nullptr, DType::kFloat32, 2, 3, 0);
   scores.strides = {7, 5, 3, 0};
