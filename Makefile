@@ -12,6 +12,12 @@ PRESET ?= release
 ARGS ?=
 RUNS ?= 1000000 200000 100000
 REPEATS ?= 7
+# Of `make wheels`: the CUDA one where its compiler is; machine code for GPUs of 8.x and 9.0, PTX for all later ones.
+WHEELS ?= cpu $(if $(shell command -v $${CUDACXX:-nvcc}),cuda)
+CUDA_ARCHITECTURES ?= 80-real;90-real;80-virtual
+# Of `make check-pythons`: interpreters (paths, or versions that uv finds or fetches) and versions of torch.
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
+TORCHES ?= 2.11.0 latest
 
 ifdef PYTHON
   PY := $(shell command -v $(PYTHON))
@@ -40,8 +46,12 @@ CPU_BENCHMARKS = cpu_attention cpu_decode cpu_dynamic_mask cpu_key_indices cpu_s
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 
+CHECK_PACKAGES = .venv-packaging/bin/python tools/check_package.py dist/* && \
+                 .venv-packaging/bin/python -m twine check --strict dist/*
+
 .PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench results \
-        results-gpu figures check-neon check-sm80 check-wheel check-types docs check-docs release-check clean
+        results-gpu figures check-neon check-sm80 check-wheel check-types check-pythons check-conan sdist wheels docs \
+        check-docs release-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -140,6 +150,20 @@ check-wheel: setup  ## build the wheel as `pip install .` does, install it into 
 	@$(PY) -m pip install --quiet --no-deps --target build/wheel/site build/wheel/flash_dmattn-*.whl
 	@cd build/wheel && PYTHONPATH=site $(PY) -m flash_dmattn info
 
+sdist:  ## build the source distribution into dist/ and see that it has what it needs and nothing else
+	@tools/setup.sh packaging
+	@rm -rf dist && mkdir dist
+	@.venv-packaging/bin/python -m build --sdist --no-isolation --skip-dependency-check --outdir dist . >/dev/null
+	@$(CHECK_PACKAGES)
+
+wheels: setup sdist  ## build wheels from it into dist/ (WHEELS="cpu cuda"; cuda takes ten minutes and more)
+	@PYTHON=$(PY) CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)" tools/build_wheels.sh $(WHEELS) -- $(WHEEL_FLAGS)
+	@$(CHECK_PACKAGES)
+
+check-pythons:  ## test the CPU wheel of dist/ with other Pythons and versions of torch (PYTHONS="3.12" TORCHES="2.11.0")
+	@tools/setup.sh packaging
+	@tools/check_pythons.sh "$(PYTHONS)" "$(TORCHES)"
+
 check-types: setup  ## what mypy and pyright, both strict, say of a client of the package
 	@MYPYPATH=python $(PY) -m mypy --strict --follow-imports=silent --cache-dir build/mypy tests/typing/client.py
 	@basedpyright --project tests/typing --pythonpath $(PY)
@@ -158,5 +182,5 @@ release-check:  ## all that a release has to pass (CONTRIBUTING.md): dates, a cl
 	@.ci/run
 	@$(MAKE) --no-print-directory check-docs
 
-clean:  ## remove what was built, not .venv, .venv-docs and .venv-check-docs
-	rm -rf build python/flash_dmattn/_C
+clean:  ## remove what was built, not the environments (.venv*)
+	rm -rf build dist python/flash_dmattn/_C

@@ -10,6 +10,7 @@
 #   FLASH_DMATTN_FORBID_SPILLS       ON: a kernel that keeps registers in memory does not compile
 
 set(least_cuda 12.0)  # whose compiler knows C++20
+set(least_cmake_for_cuda 3.25.2)  # which knows that it does
 
 set(have_cuda OFF)
 if(FLASH_DMATTN_CUDA STREQUAL AUTO)
@@ -44,6 +45,10 @@ function(flash_dmattn_default_architectures result)
 endfunction()
 
 if(have_cuda)
+  if(CMAKE_VERSION VERSION_LESS least_cmake_for_cuda)
+    message(FATAL_ERROR "CMake ${least_cmake_for_cuda} or newer is needed for CUDA; this is ${CMAKE_VERSION}. "
+                        "`pip install cmake` has one; FLASH_DMATTN_CUDA=OFF builds without CUDA.")
+  endif()
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     flash_dmattn_default_architectures(architectures)
     set(CMAKE_CUDA_ARCHITECTURES ${architectures} CACHE STRING "GPUs to compile for")
@@ -54,9 +59,15 @@ if(have_cuda)
                         "${CMAKE_CUDA_COMPILER_VERSION}. Set CMAKE_CUDA_COMPILER, or FLASH_DMATTN_CUDA=OFF for none.")
   endif()
   find_package(CUDAToolkit REQUIRED)
-  message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+  message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}; the kernels take ten minutes and "
+                 "more on two cores (FLASH_DMATTN_CUDA=OFF: none)")
 else()
-  message(STATUS "CUDA: not built")
+  if(FLASH_DMATTN_CUDA STREQUAL AUTO AND NOT CMAKE_CROSSCOMPILING)
+    set(reason "no CUDA compiler was found (CUDACXX names one)")
+  else()
+    set(reason "FLASH_DMATTN_CUDA is ${FLASH_DMATTN_CUDA}")
+  endif()
+  message(STATUS "CUDA: not built, ${reason}")
   set(cuda_sources src/cuda/absent.cpp)
   set(cuda_kernel_objects "")
   return()

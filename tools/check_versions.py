@@ -34,8 +34,9 @@ def disagreements() -> list[str]:
         pin = find(rf"^{tool}==(\S+)", "requirements-dev.txt")
         revision = find(rf"{repository}\n\s+rev: v(\S+)", ".pre-commit-config.yaml")
         pairs.append((pin, revision, f"{tool} in requirements-dev.txt and .pre-commit-config.yaml"))
-    pin = find(r"^ruff==(\S+)", "requirements-dev.txt")
-    pairs.append((pin, find(r"^ruff==(\S+)", "requirements-docs.txt"), "ruff in requirements-dev.txt and -docs.txt"))
+    for tool, other in (("ruff", "requirements-docs.txt"), ("scikit-build-core", "requirements-packaging.txt")):
+        pin = find(rf"^{tool}==(\S+)", "requirements-dev.txt")
+        pairs.append((pin, find(rf"^{tool}==(\S+)", other), f"{tool} in requirements-dev.txt and {other}"))
     return [f"{what}: {one}, {other}" for one, other, what in pairs if one != other]
 
 

@@ -9,6 +9,7 @@
 #   tools/setup.sh neon    also the cross-compiler for 64-bit Arm and an emulator to run what it builds
 #   tools/setup.sh docs    only what the documentation site needs: the pinned packages into .venv-docs
 #   tools/setup.sh check-docs    only what looks at that site: Chromium, unless Chrome is there, and .venv-check-docs
+#   tools/setup.sh packaging    only what packages are built and tried with: the pinned packages into .venv-packaging
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,7 +28,7 @@ missing_packages() {
   if [[ ${1:-} == check-docs ]]; then
     command -v chromium >/dev/null || command -v google-chrome >/dev/null || echo chromium
   fi
-  [[ ${1:-} != *docs ]] || return 0
+  [[ ${1:-} != *docs && ${1:-} != packaging ]] || return 0
   command -v "${CXX:-g++}" >/dev/null || echo g++
   have_header hwy/highway.h || echo libhwy-dev
   have_header gtest/gtest.h || echo libgtest-dev
@@ -120,7 +121,7 @@ link_package() {
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python was not found"
 install_packages "$@"
-if [[ ${1:-} == *docs ]]; then
+if [[ ${1:-} == *docs || ${1:-} == packaging ]]; then
   make_venv ".venv-$1" "requirements-$1.txt"
 elif [[ -n ${PYTHON:-} ]]; then
   check_python
