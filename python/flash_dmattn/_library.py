@@ -1,6 +1,7 @@
 """Loads the operators `torch.ops.flash_dmattn.*` and registers what they need beside their C++ kernels: shapes for
 torch.compile, gradients, autocast and vmap."""
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _ranking, _vmap
+from . import _log, _ranking, _vmap
 from ._device_plan import plan_size
 from ._sinks import with_sink
 from ._visibility import Visibility, argument_names, flatten, leading_tensors, unflatten, visibility_fields
@@ -89,6 +90,9 @@ def cpu_info() -> CpuInfo:
     return CpuInfo(version, isa_float, isa_bfloat16, compiled.split(), supported.split())
 
 
+if _log.logs(logging.DEBUG):
+    _log.debug("loaded %s: %s, %s", _LIBRARY_FILE, cpu_info(), cuda_info())
+
 _FORWARD_ARGUMENTS = argument_names(_forward_op)
 _FORWARD_TENSORS = leading_tensors(_forward_op)
 _PLANNED_TENSORS = leading_tensors(_plan_op)
@@ -127,6 +131,7 @@ def attention_forward(
         _refuse_tangents(query=query, key=key, value=value, bias=bias, sink=sink)
     if sink is not None and query.is_cuda:
         _check_sink(sink, query)
+        _log.debug("sink on a GPU: added to out behind the kernels")
         out, lse, row_stats = attention_forward(
             query, key, value, bias, None, visibility, scale, softcap, deterministic
         )
@@ -139,9 +144,13 @@ def attention_forward(
         or (sink is not None and sink.requires_grad)
     )
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and _functorch_is_active():
+    is_transformed = not is_compiling and _functorch_is_active()
+    makes_plan = not is_transformed and differentiable and query.is_cuda and _wants_plan(visibility)
+    if _log.logs(logging.DEBUG):
+        _log_call(query, key, value, bias, sink, visibility, differentiable, is_transformed, makes_plan)
+    if is_transformed:
         return _Attention.apply(*arguments)
-    if differentiable and query.is_cuda and visibility.plan is None and visibility.planned:
+    if makes_plan:
         visibility = visibility._replace(plan=attention_plan(query, key, visibility))
         arguments = (query, key, value, bias, sink, *visibility, scale, softcap, deterministic)
     if is_compiling or differentiable:
@@ -150,6 +159,37 @@ def attention_forward(
     # That layer, made by torch.library.register_autograd, does the same in this case.
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(*arguments)
+
+
+def _wants_plan(visibility: Visibility) -> bool:
+    return visibility.plan is None and bool(visibility.planned)
+
+
+def _log_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    visibility: Visibility,
+    differentiable: bool,
+    is_transformed: bool,
+    makes_plan: bool,
+) -> None:
+    """One message of what a call is and of the way that it takes."""
+    seen = {name: value for name, value in visibility._asdict().items() if isinstance(value, Tensor) and name != "plan"}
+    added = {name: tensor for name, tensor in (("bias", bias), ("sink", sink)) if tensor is not None}
+    tensors = {"query": query, "key": key, "value": value, **added, **seen}
+    plan = "made for the backward, too" if makes_plan else "none" if visibility.plan is None else "the prepared mask's"
+    way = "by torch.func" if is_transformed else "with a backward" if differentiable else "forward alone"
+    _log.debug(
+        "attention on %s, %s: %s%s; plan: %s",
+        query.device,
+        way,
+        ", ".join(f"{name} {_log.described(tensor)}" for name, tensor in tensors.items()),
+        ", causal" if visibility.is_causal else "",
+        plan,
+    )
 
 
 def _check_sink(sink: Tensor, query: Tensor) -> None:
@@ -198,6 +238,7 @@ def select_keys(
     )
     arguments = (scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_q is not None and scores.is_cuda:
+        _log.debug("select_keys within documents on a GPU: of their ranks, by PyTorch's sort")
         return _ranking.select_in_documents(_select_op, *arguments)
     return _select_op(*arguments)
 

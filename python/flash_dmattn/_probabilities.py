@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from . import _log
+
 
 def as_four_dimensions(tensor: Tensor, heads: int) -> Tensor:
     """A mask or bias in any of its forms as (B or 1, H or 1, Sq or 1, Sk or 1), key heads repeated for their group."""
@@ -36,6 +38,7 @@ def attention_probabilities(
     """
     rows, heads, head_dim = query.shape[1:]
     keys, key_heads = key.shape[1:3]
+    _log.info("attention probabilities, unfused: %d x %d scores in each of %d heads", rows, keys, heads)
     key = key if key_heads == 0 else key.repeat_interleave(heads // key_heads, dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", query.to(lse.dtype), key.to(lse.dtype))
     scores = scores * (1 / math.sqrt(head_dim) if scale is None else scale)

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from . import _library
+from . import _library, _log
 from ._arguments import check_bool, check_optional_tensor, resolve_scale
 from ._probabilities import attention_probabilities
 from .flex import flex_dmattn_func as _flex_dmattn_func
@@ -152,4 +152,5 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: object) -> Call
             f"backend {backend!r} is not available in this build; available are {', '.join(get_available_backends())}"
         )
     function = flex_dmattn_func if backend == "flex" else flash_dmattn_func
+    _log.debug("backend %s: %s", backend or "by device", function.__name__)
     return functools.partial(function, **kwargs) if kwargs else function

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import _log
 from ._arguments import (
     as_number,
     check_bool,
@@ -64,6 +65,7 @@ def flex_dmattn_func(
     if attn_bias is not None:
         warn_of_two_readings("bias", attn_bias, query.shape[0], query.shape[1], key.shape[1])
 
+    _log.debug("FlexAttention on %s", query.device)
     heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     out, auxiliary = _flex_attention(query.device.type)(
         *heads_first,

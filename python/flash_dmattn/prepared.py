@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _library
+from . import _library, _log
 from ._arguments import as_int, as_length, check_bool, check_layout, warn_of_two_readings
 from ._visibility import Visibility
 from .key_indices import KeyIndices
@@ -229,6 +229,8 @@ def visibility_of(
         _check_fit(mask, query_shape, key_shape, is_causal)
         if mask.is_causal == is_causal and seqlens_k is None:
             plan = mask.plan
+        elif mask.plan is not None:
+            _log.info("the plan of %r is not used: this call has seqlens_k, or is_causal %s", mask, is_causal)
         mask = mask.held
     seen = Visibility(seqlens_k=seqlens_k, plan=plan, is_causal=is_causal)
     if isinstance(mask, KeyIndices):
@@ -255,6 +257,10 @@ def dense_mask(
     if isinstance(mask, PreparedMask):
         _check_fit(mask, query_shape, key_shape, is_causal)
         mask = mask.held
+    if isinstance(mask, (KeyIndices, KeyIntervals)):
+        _log.info(
+            "a dense mask of %d rows and %d keys is made of %s", query_shape[1], key_shape[1], type(mask).__name__
+        )
     if isinstance(mask, KeyIndices):
         return mask.dense_mask(key_shape[1], query_shape[1])
     if isinstance(mask, KeyIntervals):
@@ -286,14 +292,23 @@ def _check_fit(mask: PreparedMask, query_shape: Sequence[int], key_shape: Sequen
 
 
 def _make(held: BareMask, seqlen_q: int | None, seqlen_k: int | None, is_causal: bool) -> PreparedMask:
-    prepared = PreparedMask(
-        held if isinstance(held, KeyIntervals) else None,
-        held if isinstance(held, Tensor) else None,
-        seqlen_q,
-        seqlen_k,
-        is_causal,
-        indices=held if isinstance(held, KeyIndices) else None,
+    prepared = _with_plan(
+        PreparedMask(
+            held if isinstance(held, KeyIntervals) else None,
+            held if isinstance(held, Tensor) else None,
+            seqlen_q,
+            seqlen_k,
+            is_causal,
+            indices=held if isinstance(held, KeyIndices) else None,
+        )
     )
+    _log.debug("prepared %r", prepared)
+    return prepared
+
+
+def _with_plan(prepared: PreparedMask) -> PreparedMask:
+    """With the plan of a GPU, where it can be made."""
+    seqlen_q, seqlen_k, is_causal = prepared.seqlen_q, prepared.seqlen_k, prepared.is_causal
     if prepared.device.type != "cuda" or seqlen_q is None or seqlen_k is None:
         return prepared
     # Of heads and batch elements that it does not tell apart one is enough, and their head dim does not matter.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import _log
 from .._device_plan import MOST_DECODE_ROWS
 from .._documents import documents_of_keys
 from ..key_indices import KeyIndices
@@ -269,4 +270,5 @@ def dense_selection(scores: Tensor, window_size: int, mask: Tensor | None) -> Te
     Returns:
         bool, in the form of scores or (B, heads, Sq, Sk).
     """
+    _log.info("the best %d keys as a dense mask, of scores %s", window_size, tuple(scores.shape))
     return topk_mask(scores, mask, window_size, torch.finfo(scores.dtype).min)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
 from transformers.utils.import_utils import is_tracing
 
+from .. import _log
 from .._sinks import with_sink
 from ..functional import attention
 from ..prepared import PreparedMask, prepare_mask
@@ -39,6 +40,7 @@ def register() -> None:
     """Makes Transformers know the name. Importing flash_dmattn.integrations does it."""
     AttentionInterface.register(NAME, dmattn_attention_forward)
     AttentionMaskInterface.register(NAME, dmattn_mask)
+    _log.debug("attn_implementation=%r is known to Transformers", NAME)
 
 
 # ---- Attention
@@ -232,6 +234,8 @@ def dmattn_mask(
             "use_vmap": use_vmap,
             "device": device,
         }
+        if form is not None:
+            _log.info("%s: a dense mask of %s, which its models read or edit", type(config).__name__, form)
         if form == "numbers":
             return masking_utils.eager_mask(
                 **arguments, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip
@@ -370,4 +374,5 @@ def _as_intervals(mask: Tensor, rows: int) -> Tensor:
         return torch.stack([prepared.intervals.begin, prepared.intervals.end], dim=2)
     if prepared.kind == "keys":
         return F.pad(prepared.mask.int() * rows, (0, 0, 1, 0))
+    _log.info("a mask that no interval of rows per key can say stays dense: bool %s", tuple(mask.shape))
     return mask

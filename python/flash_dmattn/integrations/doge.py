@@ -22,6 +22,7 @@ from transformers import Cache, DogeConfig, PreTrainedConfig, masking_utils
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeForCausalLM, DogePreTrainedModel, DogeRMSNorm
 
+from .. import _log
 from ..distributed._ranks import group_of
 from ..functional import attention
 from ..key_indices import KeyIndices
@@ -148,6 +149,7 @@ def install() -> None:
     their_masks = getattr(DogeForCausalLM, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     DogeForCausalLM.create_masks_for_generate = staticmethod(_before(their_masks))
     follow_reordered_beams()
+    _log.debug("Doge models with attn_implementation=%r, or enabled, run here", attention_interface.NAME)
 
 
 def _before(theirs: Callable) -> Callable:
