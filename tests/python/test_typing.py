@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import typing
 from collections.abc import Callable
@@ -45,3 +46,11 @@ def test_completion_offers_public_names_only() -> None:
     assert set(flash_dmattn.__all__) <= set(offered)
     assert not [name for name in offered if name.startswith("_") and name != "__version__"]
     assert all(hasattr(flash_dmattn, name) for name in offered)
+
+
+@pytest.mark.parametrize("name", ["distributed", "integrations.doge", "utils.mask"])
+def test_completion_in_a_public_module_offers_its_own_names(name: str) -> None:
+    module = importlib.import_module(f"flash_dmattn.{name}")
+    assert dir(module) == sorted(module.__all__)
+    for public in module.__all__:
+        assert getattr(module, public).__module__.startswith("flash_dmattn.")

@@ -22,3 +22,8 @@ __all__ = [
     "shard",
     "unshard",
 ]
+
+
+def __dir__() -> list[str]:
+    """What completion offers."""
+    return __all__

@@ -45,6 +45,14 @@ from ._masks import (
     within_documents,
 )
 
+__all__ = ["disable", "enable"]
+
+
+def __dir__() -> list[str]:
+    """What completion offers."""
+    return __all__
+
+
 _enabled_configs: set[type[PreTrainedConfig]] = set()
 _implementations_before: WeakKeyDictionary[DogePreTrainedModel, str] = WeakKeyDictionary()
 

@@ -22,6 +22,14 @@ _CPU_CHUNK_SCORES = 1 << 18
 _DEVICE_CHUNK_SCORES = 1 << 24
 
 
+__all__ = ["block_smooth", "create_mask", "relu_mask", "topk_indices", "topk_mask"]
+
+
+def __dir__() -> list[str]:
+    """What completion offers."""
+    return __all__
+
+
 def topk_indices(attention_bias: Tensor, window_size: int) -> Tensor:
     """Indices of the highest scores along the last dimension, in ascending order.
 
