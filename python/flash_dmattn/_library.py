@@ -2,8 +2,9 @@
 torch.compile, gradients, autocast and vmap."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,21 @@ _registrations = torch.library.Library("flash_dmattn", "FRAGMENT")  # what it re
 def _text(codes: list[int]) -> str:
     """What an operator returns as text: its bytes as integers (torch/ops.cpp says why)."""
     return bytes(codes).decode()
+
+
+def _call(operator: Callable[..., Any], *arguments: object) -> Any:
+    """Calls an operator. What the library says of an argument is a ValueError, also with torch 2.15, which makes every
+    exception of an operator a RuntimeError; of a failure it says "failed: ", of an argument "; got " (status.h).
+    """
+    if torch.compiler.is_compiling():
+        return operator(*arguments)
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        message = str(error)
+        if type(error) is RuntimeError and "; got " in message and " failed: " not in message:
+            raise ValueError(message) from None
+        raise
 
 
 class CudaInfo(NamedTuple):
@@ -154,11 +170,11 @@ def attention_forward(
         visibility = visibility._replace(plan=attention_plan(query, key, visibility))
         arguments = (query, key, value, bias, sink, *visibility, scale, softcap, deterministic)
     if is_compiling or differentiable:
-        return _forward_op(*arguments)
+        return _call(_forward_op, *arguments)
     # Nothing to differentiate: without the autograd layer, which is written in Python and costs more than a small call.
     # That layer, made by torch.library.register_autograd, does the same in this case.
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(*arguments)
+        return _call(_forward_op, *arguments)
 
 
 def _wants_plan(visibility: Visibility) -> bool:
@@ -211,7 +227,7 @@ def attention_plan(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor
     if torch.compiler.is_compiling():
         return _plan_op(*arguments)
     with torch._C._AutoDispatchBelowAutograd():  # a plan has no gradient
-        return _plan_op(*arguments)
+        return _call(_plan_op, *arguments)
 
 
 def select_keys(
@@ -240,7 +256,7 @@ def select_keys(
     if cu_seqlens_q is not None and scores.is_cuda:
         _log.debug("select_keys within documents on a GPU: of their ranks, by PyTorch's sort")
         return _ranking.select_in_documents(_select_op, *arguments)
-    return _select_op(*arguments)
+    return _call(_select_op, *arguments)
 
 
 def append_kept_keys(indices: Tensor, scores: Tensor, new_scores: Tensor, positions: Tensor) -> Tensor:
@@ -252,7 +268,7 @@ def append_kept_keys(indices: Tensor, scores: Tensor, new_scores: Tensor, positi
         ValueError: a device, shape or dtype that kept_keys.h does not allow.
     """
     check_devices(("indices", "scores", "new_scores", "positions"), (indices, scores, new_scores, positions))
-    lists = _append_op(indices, scores, new_scores.detach(), positions)
+    lists = _call(_append_op, indices, scores, new_scores.detach(), positions)
     if not torch.compiler.is_compiling():  # compiled code does it for what it writes to
         # Torch knows by its schema that the operator writes, but leaves telling it to the operator: a graph that saved
         # either tensor for its backward then raises an error. Tensors of inference mode count nothing.
@@ -263,7 +279,7 @@ def append_kept_keys(indices: Tensor, scores: Tensor, new_scores: Tensor, positi
 def mask_intervals(mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool]:
     """mask bool (B, heads, Sq, Sk) -> the begins and ends of the rows that see each key, int32 (B, heads, Sk), and
     whether they say the same as the mask, which waits for a GPU. Source: include/flash_dmattn/plan.h."""
-    return torch.ops.flash_dmattn.mask_intervals(mask, is_causal)
+    return _call(torch.ops.flash_dmattn.mask_intervals.default, mask, is_causal)
 
 
 def plan_report(
@@ -271,13 +287,13 @@ def plan_report(
 ) -> tuple[dict[str, int], str, str]:
     """Calls the operator: its counts by name, the backend and the rule."""
     arguments = _planned_arguments(query, key, visibility)
-    names, counts, backend, rule = _report_op(*arguments, deterministic)
+    names, counts, backend, rule = _call(_report_op, *arguments, deterministic)
     return dict(zip(_text(names).split(), counts, strict=True)), _text(backend), _text(rule)
 
 
 def plan_chunks(query: Tensor, key: Tensor, visibility: Visibility, batch: int, head: int) -> tuple[Tensor, ...]:
     """Calls the operator, which is for the CPU only: chunks, keys, visible, tiles, as torch/ops.cpp says."""
-    return _chunks_op(*_planned_arguments(query, key, visibility), batch, head)
+    return _call(_chunks_op, *_planned_arguments(query, key, visibility), batch, head)
 
 
 def _planned_arguments(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[object, ...]:
@@ -478,7 +494,7 @@ def _autocast(device_type: str):
         tensors = [cast(tensor, dtype) for tensor in (query, key, value)]
         added = [cast_unless_float32(tensor, dtype) for tensor in (bias, sink)]
         with torch.autocast(device_type, enabled=False):
-            return _forward_op(*tensors, *added, *others)
+            return _call(_forward_op, *tensors, *added, *others)
 
     return kernel
 
