@@ -168,6 +168,10 @@ check-types: setup  ## what mypy and pyright, both strict, say of a client of th
 	@MYPYPATH=python $(PY) -m mypy --strict --follow-imports=silent --cache-dir build/mypy tests/typing/client.py
 	@basedpyright --project tests/typing --pythonpath $(PY)
 
+check-conan: setup  ## create the Conan package of the C++ library, both kinds, and build examples/cpp against it
+	@tools/setup.sh packaging
+	@CONAN=.venv-packaging/bin/conan tools/check_conan.sh
+
 docs:  ## build the documentation site into build/site, every warning an error; needs no build of the library
 	@tools/setup.sh docs
 	@PATH=$(CURDIR)/.venv-docs/bin:$$PATH NO_MKDOCS_2_WARNING=1 mkdocs build --strict
@@ -177,10 +181,11 @@ check-docs: docs  ## open every page of the site in Chromium: accessibility (axe
 	@tools/setup.sh check-docs
 	@.venv-check-docs/bin/python tools/check_site.py
 
-release-check:  ## all that a release has to pass (CONTRIBUTING.md): dates, a clean tree, everything that CI runs
+release-check:  ## all that a release has to pass (CONTRIBUTING.md): dates, a clean tree, what CI runs, packages, the site
 	@python3 tools/check_versions.py --release
 	@.ci/run
-	@$(MAKE) --no-print-directory check-docs
+	@$(MAKE) --no-print-directory check-docs wheels check-conan
+	@$(MAKE) --no-print-directory check-pythons
 
 clean:  ## remove what was built, not the environments (.venv*)
 	rm -rf build dist python/flash_dmattn/_C
