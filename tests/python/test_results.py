@@ -27,9 +27,6 @@ MEASURED_BEFORE = {
     ("docs/benchmarks.md", "Transformers' Doge"),
     ("README.md", "On a GPU"),
 }
-# Scripts whose kept files hold small sizes: their figures mean nothing. `make results` on a machine where nothing else
-# runs replaces them; then the name goes from here.
-NOT_MEASURED_YET = CPU_SCRIPTS
 SAYS_SO = "easured before results were kept"
 
 
@@ -70,7 +67,7 @@ def test_results_are_whole(file: Path) -> None:
     content = results.read(file)
     assert file.stem == f"{report.slug(content['machine']['name'])}-{content['script']}"
     assert "--only" not in content["command"]
-    assert results.is_quick(content) == (content["script"] in NOT_MEASURED_YET)
+    assert not results.is_quick(content)  # figures of small sizes mean nothing
     assert not [note for note in content["notes"] if "ended early" in note]
     assert {line["group"] for line in content["comparisons"]} == set(content["seconds"])
     for line in content["comparisons"]:
