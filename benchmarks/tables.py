@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from results import is_quick, read
+from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -177,12 +178,11 @@ def _bold(text: str, is_bold: bool) -> str:
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Markdown, without columns that are empty; nothing if there is no row."""
-    rows = [list(row) for row in rows]
-    if not rows:
+    columns = [(name, *cells) for name, cells in zip(head, zip(*rows, strict=True), strict=False) if any(cells)]
+    if not columns:
         return ""
-    kept = [index for index in range(len(rows[0])) if any(row[index] for row in rows)]
-    made = [list(head), ["---"] * len(rows[0]), *rows]
-    return "".join("|" + "".join(f" {row[index]} |" if row[index] else " |" for index in kept) + "\n" for row in made)
+    names, *kept = zip(*columns, strict=True)
+    return tabulate(kept, headers=names, tablefmt="github", disable_numparse=True) + "\n"
 
 
 def main() -> int:
