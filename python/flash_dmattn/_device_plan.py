@@ -46,6 +46,8 @@ def plan_size(query: Tensor, key: Tensor, visibility: Visibility) -> int:
     longest = torch.sym_max(keys // _CAPACITY_SHARE, _LEAST_CAPACITY)
     if visibility.interval_begin is not None and visibility.interval_window != 0:
         longest = visibility.interval_window + _CHUNK_ROWS
+    if indices is not None:
+        longest = keys
     tile_pair = 2 * _LIST_TILE
     capacity = tile_pair * torch.sym_min(_divide_up(torch.sym_min(longest, keys), tile_pair), _INT32_MAX // tile_pair)
     tiles = 2 * _divide_up(keys, tile_pair)

@@ -21,6 +21,9 @@ constexpr int kListKeys = 4;  // the same while units are worked out
 // last.
 constexpr int kLaterBin = kChunkUnits;  // keys that the first unit does not see
 constexpr int kBins = kChunkUnits + 1;
+// ListOrder::kUnits sorts by digits of so many bits.
+constexpr int kDigitBits = 4;
+static_assert(1 << kDigitBits <= kBins && kChunkUnits % (2 * kDigitBits) == 0);  // an even number of passes
 // Lists of at most this many keys are put in order in shared memory, longer ones in global memory.
 constexpr std::int32_t kStagedKeys = 5120;
 
@@ -29,6 +32,7 @@ struct Staging {
   std::int32_t* keys;
   std::uint32_t* units;
   std::uint32_t* ordered_units;
+  std::int32_t* counts;  // ListOrder::kUnits: how many keys are listed; of all chunks
 };
 constexpr std::size_t kStagedBytes = kStagedKeys * (sizeof(std::int32_t) + 2 * sizeof(std::uint32_t));
 
@@ -37,7 +41,7 @@ struct PlanArrays {
   std::int32_t* keys;
   std::uint16_t *tile_units, *tile_full;
   std::int32_t* unit_tiles;
-  Staging staging;  // of all chunks; null if capacity <= kStagedKeys
+  Staging staging;  // of all chunks; null where shared memory takes its place
 };
 
 __device__ inline int bin_of(std::uint32_t units) {
@@ -61,6 +65,7 @@ struct SharedCounts {
   std::int32_t bins[kPlanWarps][kBins];  // a warp's keys of a bin, then where its next key of the bin stands
   std::int32_t totals[kBins];
   std::int32_t unit_tiles[kChunkUnits];
+  unsigned long long unit_keys;  // of every unit those that it sees, summed
 };
 
 struct Found {
@@ -130,13 +135,73 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
   return found;
 }
 
-// Puts `count` keys, listed by index, in the order of the plan: a stable counting sort of one pass, in which every warp
-// takes an equal share of neighbouring keys.
-__device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, const Staging& staging,
-                                  std::int32_t* ordered_keys, SharedCounts& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// The keys that a warp takes in a pass of sorting: an equal share of neighbours.
+struct Share {
+  std::int32_t first, last;
+};
+__device__ inline Share share_of_warp(std::int32_t count) {
   const std::int32_t share = ((count - 1) / kPlanThreads + 1) * 32;
-  const std::int32_t first = min(warp * share, count), last = min(first + share, count);
+  const std::int32_t first = min(static_cast<std::int32_t>(threadIdx.x / 32) * share, count);
+  return {first, min(first + share, count)};
+}
+
+// Keys, and what units_of_keys says of each.
+struct KeyUnits {
+  std::int32_t* keys;
+  std::uint32_t* units;
+};
+
+// The second half of a stable counting sort: every warp has counted in its row of shared.bins which of its keys are in
+// which bin, and all threads are past a barrier.
+template <typename BinOf>
+__device__ inline void place_keys(std::int32_t count, const KeyUnits& from, const KeyUnits& to, BinOf bin_of_units,
+                                  SharedCounts& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto [first, last] = share_of_warp(count);
+  std::int32_t* bins = shared.bins[warp];
+  if (warp < kBins) {  // where each warp's keys of bin `warp` start inside the bin
+    const std::int32_t keys = shared.bins[lane][warp], up_to_lane = inclusive_sum(keys);
+    shared.bins[lane][warp] = up_to_lane - keys;
+    if (lane == 31) shared.totals[warp] = up_to_lane;
+  }
+  __syncthreads();
+  const std::int32_t total = lane < kBins ? shared.totals[lane] : 0;
+  const std::int32_t bin_start = inclusive_sum(total) - total;
+  if (lane < kBins) bins[lane] += bin_start;
+  __syncwarp();
+  for (std::int32_t base = first; base < last; base += 32) {
+    const std::int32_t listed = base + lane;
+    const bool active = listed < last;
+    const std::uint32_t units = active ? from.units[listed] : 0;
+    const int bin = active ? bin_of_units(units) : kBins;
+    const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+    const int rank = __popc(peers & ((1u << lane) - 1));
+    const std::int32_t position = active ? bins[bin] + rank : 0;
+    __syncwarp();
+    if (active && rank == 0) bins[bin] += __popc(peers);
+    __syncwarp();
+    if (active) {
+      to.keys[position] = from.keys[listed];
+      to.units[position] = units;
+    }
+  }
+}
+
+// -1 behind `count` ordered keys, up to a multiple of two tiles.
+__device__ inline void pad_keys(std::int32_t count, std::int32_t* ordered_keys) {
+  constexpr std::int32_t kPadding = 2 * kPlanTileKeys;
+  const std::int32_t padded = ((count - 1) / kPadding + 1) * kPadding;
+  for (std::int32_t position = count + static_cast<std::int32_t>(threadIdx.x); position < padded;
+       position += kPlanThreads) {
+    ordered_keys[position] = -1;
+  }
+}
+
+// Puts `count` keys, listed by index, in the order ListOrder::kFirstUnit: a stable counting sort of one pass.
+__device__ inline void order_by_first_unit(const ChunkRules& rules, std::int32_t count, const Staging& staging,
+                                           std::int32_t* ordered_keys, SharedCounts& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto [first, last] = share_of_warp(count);
   std::int32_t* bins = shared.bins[warp];
   if (lane < kBins) bins[lane] = 0;
   __syncwarp();
@@ -160,37 +225,85 @@ __device__ inline void order_keys(const ChunkRules& rules, std::int32_t count, c
     }
   }
   __syncthreads();
-  if (warp < kBins) {  // where each warp's keys of bin `warp` start inside the bin
-    const std::int32_t keys = shared.bins[lane][warp], up_to_lane = inclusive_sum(keys);
-    shared.bins[lane][warp] = up_to_lane - keys;
-    if (lane == 31) shared.totals[warp] = up_to_lane;
-  }
+  place_keys(count, {staging.keys, staging.units}, {ordered_keys, staging.ordered_units}, bin_of, shared);
+  pad_keys(count, ordered_keys);
+}
+
+// Where a set of units stands in the reflected binary Gray code, in which neighbours differ by one unit (Gray, US
+// patent 2632058). The code's bits are the units with the bits of their numbers reversed: 15, 7, 11, 3, 13, ...
+// Neighbouring units that see the same keys would cancel each other out where they are neighbouring bits.
+__device__ inline std::uint32_t gray_rank(std::uint32_t units) {
+  static_assert(kChunkUnits == 16);
+  std::uint32_t rank = units & kAnyUnit;
+  std::uint32_t swapped = (rank >> 7 ^ rank) & 0x00aa;  // units whose numbers differ by bits 0 and 3
+  rank ^= swapped ^ swapped << 7;
+  swapped = (rank >> 2 ^ rank) & 0x0c0c;  // by bits 1 and 2
+  rank ^= swapped ^ swapped << 2;
+#pragma unroll
+  for (int distance = 1; distance < kChunkUnits; distance *= 2) rank ^= rank >> distance;
+  return rank;
+}
+
+// The units of `count` keys, listed by index, into `listed`, and the keys there, too. Returns how many units see each
+// key, summed over the keys, to all threads.
+__device__ inline std::int64_t look_up_units(const ChunkRules& rules, std::int32_t count, const std::int32_t* keys,
+                                             const KeyUnits& listed, SharedCounts& shared) {
+  if (threadIdx.x == 0) shared.unit_keys = 0;
   __syncthreads();
-  const std::int32_t total = lane < kBins ? shared.totals[lane] : 0;
-  const std::int32_t bin_start = inclusive_sum(total) - total;
-  if (lane < kBins) bins[lane] += bin_start;
+  std::int32_t sum = 0;
+  for (std::int32_t base = threadIdx.x; base < count; base += kPlanThreads * kListKeys) {
+    std::int32_t batch[kListKeys];
+    std::uint32_t units[kListKeys];
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t position = base + k * kPlanThreads;
+      batch[k] = position < count ? keys[position] : -1;
+    }
+    units_of_keys(rules, batch, units);
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t position = base + k * kPlanThreads;
+      if (position >= count) continue;
+      listed.keys[position] = batch[k];
+      listed.units[position] = units[k];
+      sum += __popc(units[k] & kAnyUnit);
+    }
+  }
+  atomicAdd(&shared.unit_keys, static_cast<unsigned long long>(sum));
+  __syncthreads();
+  return static_cast<std::int64_t>(shared.unit_keys);
+}
+
+// A pass of a stable sort of `count` keys by their Gray rank: by its digit from bit `shift` on.
+__device__ inline void sort_by_digit(std::int32_t count, int shift, const KeyUnits& from, const KeyUnits& to,
+                                     SharedCounts& shared) {
+  const auto digit_of = [&](std::uint32_t units) {
+    return static_cast<int>(gray_rank(units) >> shift & ((1u << kDigitBits) - 1));
+  };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto [first, last] = share_of_warp(count);
+  std::int32_t* bins = shared.bins[warp];
+  if (lane < kBins) bins[lane] = 0;
   __syncwarp();
   for (std::int32_t base = first; base < last; base += 32) {
     const std::int32_t listed = base + lane;
-    const bool active = listed < last;
-    const std::uint32_t units = active ? staging.units[listed] : 0;
-    const int bin = active ? bin_of(units) : kBins;
+    const int bin = listed < last ? digit_of(from.units[listed]) : kBins;
     const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
-    const int rank = __popc(peers & ((1u << lane) - 1));
-    const std::int32_t position = active ? bins[bin] + rank : 0;
+    if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
     __syncwarp();
-    if (active && rank == 0) bins[bin] += __popc(peers);
-    __syncwarp();
-    if (active) {
-      ordered_keys[position] = staging.keys[listed];
-      staging.ordered_units[position] = units;
-    }
   }
-  constexpr std::int32_t kPadding = 2 * kPlanTileKeys;
-  const std::int32_t padded = ((count - 1) / kPadding + 1) * kPadding;
-  for (std::int32_t position = count + static_cast<std::int32_t>(threadIdx.x); position < padded;
-       position += kPlanThreads) {
-    ordered_keys[position] = -1;
+  __syncthreads();
+  place_keys(count, from, to, digit_of, shared);
+  __syncthreads();
+}
+
+// Puts `count` keys, listed by index in `ordered`, in the order ListOrder::kUnits there; `other` has room for as many.
+__device__ inline void order_by_units(std::int32_t count, const KeyUnits& ordered, const KeyUnits& other,
+                                      SharedCounts& shared) {
+#pragma unroll 1
+  for (int shift = 0; shift < kChunkUnits; shift += 2 * kDigitBits) {
+    sort_by_digit(count, shift, ordered, other, shared);
+    sort_by_digit(count, shift + kDigitBits, other, ordered, shared);
   }
 }
 
@@ -276,10 +389,11 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
   Staging staging;
   if constexpr (kStaged) {
     auto* s_staged = dynamic_shared<std::uint32_t>();  // kStagedBytes
-    staging = {reinterpret_cast<std::int32_t*>(s_staged), s_staged + kStagedKeys, s_staged + 2 * kStagedKeys};
+    staging = {reinterpret_cast<std::int32_t*>(s_staged), s_staged + kStagedKeys, s_staged + 2 * kStagedKeys, nullptr};
   } else {
     const std::int64_t offset = entry * shape.capacity;
-    staging = {arrays.staging.keys + offset, arrays.staging.units + offset, arrays.staging.ordered_units + offset};
+    staging = {arrays.staging.keys + offset, arrays.staging.units + offset, arrays.staging.ordered_units + offset,
+               nullptr};
   }
 
   if (threadIdx.x < kChunkUnits) s_counts.unit_tiles[threadIdx.x] = 0;
@@ -296,10 +410,10 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
   std::int32_t used = 0;
   if (found.count > 0) {
     const std::int64_t span = std::int64_t{found.highest} - found.lowest + 1;
-    if (found.count <= shape.capacity &&
+    if (shape.order == ListOrder::kFirstUnit && found.count <= shape.capacity &&
         kListShareDenominator * std::int64_t{found.count} <= kListShareNumerator * span) {
       result.count = found.count;
-      order_keys(rules, found.count, staging, arrays.keys + entry * shape.capacity, s_counts);
+      order_by_first_unit(rules, found.count, staging, arrays.keys + entry * shape.capacity, s_counts);
       __syncthreads();
       used = write_list_tiles(found.count, staging.ordered_units, tiles);
     } else {
@@ -308,13 +422,58 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
       used = write_range_tiles(rules, result.first, result.count, tiles);
     }
   }
-  if (threadIdx.x == 0) arrays.chunks[entry] = result;
+  if (threadIdx.x == 0) {
+    arrays.chunks[entry] = result;
+    if (arrays.staging.counts != nullptr) arrays.staging.counts[entry] = found.count;
+  }
   for (std::int32_t tile = used + static_cast<std::int32_t>(threadIdx.x); tile < shape.tiles; tile += kPlanThreads) {
     tiles.units[tile] = tiles.full[tile] = 0;
   }
   __syncthreads();
-  if (threadIdx.x < kChunkUnits)
+  if (threadIdx.x < kChunkUnits) {
     arrays.unit_tiles[entry * kChunkUnits + threadIdx.x] = s_counts.unit_tiles[threadIdx.x];
+  }
+}
+
+// The same blocks, after those of make_plan_kernel with ListOrder::kUnits, which have listed keys by index and written
+// ranges: makes a list of a chunk that has fewer tiles to visit then. A list's units visit a third more tiles than
+// their keys fill, or so, since tiles in which one set of units gives way to another are visited by both
+// (docs/cuda.md).
+__global__ __launch_bounds__(kPlanThreads,
+                             1) void list_by_units_kernel(const Visibility visibility, const PlanShape shape,
+                                                          const std::uint32_t plans, const PlanArrays arrays) {
+  __shared__ SharedCounts s_counts;
+
+  begin_dependent_kernel();
+  const std::int32_t chunk = shape.chunk_count - 1 - static_cast<std::int32_t>(blockIdx.x / plans);
+  const std::uint32_t plan = blockIdx.x % plans, plan_heads = static_cast<std::uint32_t>(shape.plan_heads);
+  const std::int64_t entry = static_cast<std::int64_t>(plan) * shape.chunk_count + chunk;
+  const std::int64_t offset = entry * shape.capacity;
+  const std::int32_t count = arrays.staging.counts[entry];
+  if (count == 0 || count > shape.capacity) return;
+  const ChunkRules rules = chunk_rules(visibility, static_cast<std::int32_t>(plan / plan_heads),
+                                       (plan % plan_heads) * shape.head_divisor, chunk);
+  const KeyUnits ordered = {arrays.keys + offset, arrays.staging.ordered_units + offset};
+  const KeyUnits other = {arrays.staging.keys + offset, arrays.staging.units + offset};
+  const std::int64_t unit_keys = look_up_units(rules, count, other.keys, ordered, s_counts);
+  std::int32_t* unit_tiles = arrays.unit_tiles + entry * kChunkUnits;
+  std::int64_t range_tiles = 0;
+  for (int unit = 0; unit < kChunkUnits; ++unit) range_tiles += unit_tiles[unit];
+  if (3 * unit_keys > 2 * kPlanTileKeys * range_tiles) return;
+
+  const std::int32_t range_used = (arrays.chunks[entry].count - 1) / kPlanTileKeys + 1;
+  if (threadIdx.x < kChunkUnits) s_counts.unit_tiles[threadIdx.x] = 0;
+  order_by_units(count, ordered, other, s_counts);
+  pad_keys(count, ordered.keys);
+  const Tiles tiles = {arrays.tile_units + entry * shape.tiles, arrays.tile_full + entry * shape.tiles,
+                       s_counts.unit_tiles};
+  const std::int32_t used = write_list_tiles(count, ordered.units, tiles);
+  for (std::int32_t tile = used + static_cast<std::int32_t>(threadIdx.x); tile < range_used; tile += kPlanThreads) {
+    tiles.units[tile] = tiles.full[tile] = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x < kChunkUnits) unit_tiles[threadIdx.x] = s_counts.unit_tiles[threadIdx.x];
+  if (threadIdx.x == 0) arrays.chunks[entry] = {count, -1};
 }
 
 std::size_t count_chunks(const PlanShape& shape, std::int64_t batch) {
@@ -333,10 +492,16 @@ PlanArrays take_arrays(Arena& arena, const PlanShape& shape, std::int64_t batch)
   return arrays;
 }
 
+// Two kernels have nothing in common but global memory.
+bool stages_in_shared(const PlanShape& shape) {
+  return shape.order == ListOrder::kFirstUnit && shape.capacity <= kStagedKeys;
+}
+
 Staging take_staging(Arena& arena, const PlanShape& shape, std::int64_t batch) {
-  if (shape.capacity <= kStagedKeys) return {};
-  const std::size_t keys = count_chunks(shape, batch) * static_cast<std::size_t>(shape.capacity);
-  return {arena.take<std::int32_t>(keys), arena.take<std::uint32_t>(keys), arena.take<std::uint32_t>(keys)};
+  if (stages_in_shared(shape)) return {};
+  const std::size_t chunks = count_chunks(shape, batch), keys = chunks * static_cast<std::size_t>(shape.capacity);
+  return {arena.take<std::int32_t>(keys), arena.take<std::uint32_t>(keys), arena.take<std::uint32_t>(keys),
+          shape.order == ListOrder::kUnits ? arena.take<std::int32_t>(chunks) : nullptr};
 }
 
 // How many neighbouring query heads read the same entries of a view.
@@ -403,7 +568,8 @@ __global__ __launch_bounds__(kCountThreads) void count_plan_kernel(const Visibil
 
 }  // namespace
 
-PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit) {
+PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit,
+                     ListOrder order) {
   const BroadcastView &begin = visibility.begin, &end = visibility.end, &key_mask = visibility.key_mask;
   const PackedMask& packed = visibility.packed;
   PlanShape shape;
@@ -412,6 +578,7 @@ PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int6
                    heads_per_entry(end.defined(), end.head_stride, end.head_divisor, heads),
                    heads_per_entry(key_mask.defined(), key_mask.head_stride, key_mask.head_divisor, heads),
                    heads_per_entry(packed.defined(), packed.head_stride, packed.head_divisor, heads)}));
+  shape.order = order;
   shape.plan_heads = static_cast<std::int32_t>(heads / shape.head_divisor);
   // A stride of 0 stands for a dimension of size 1; views that are not defined have no strides.
   shape.per_batch =
@@ -469,10 +636,16 @@ cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std:
   arrays.staging = take_staging(staging_arena, shape, batch);
   const std::int64_t plans = std::min<std::int64_t>(batch, shape.per_batch ? batch : 1) * shape.plan_heads;
   if (plans * shape.chunk_count == 0) return cudaSuccess;
-  const bool staged = shape.capacity <= kStagedKeys;
-  return launch_blocks(staged ? make_plan_kernel<true> : make_plan_kernel<false>,
-                       {plans * shape.chunk_count, kPlanThreads, staged ? kStagedBytes : 0, is_dependent}, stream,
-                       visibility, shape, static_cast<std::uint32_t>(plans), arrays);
+  const auto launch = [&](auto* kernel, std::size_t shared_bytes, bool follows) {
+    return launch_blocks(kernel, {plans * shape.chunk_count, kPlanThreads, shared_bytes, follows}, stream, visibility,
+                         shape, static_cast<std::uint32_t>(plans), arrays);
+  };
+  if (shape.order == ListOrder::kUnits) {
+    const cudaError_t error = launch(make_plan_kernel<false>, 0, is_dependent);
+    return error != cudaSuccess ? error : launch(list_by_units_kernel, 0, true);
+  }
+  return stages_in_shared(shape) ? launch(make_plan_kernel<true>, kStagedBytes, is_dependent)
+                                 : launch(make_plan_kernel<false>, 0, is_dependent);
 }
 
 cudaError_t count_plan(const Visibility& visibility, const DevicePlan& plan, std::int64_t batch, std::int64_t heads,

@@ -12,8 +12,20 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// How the keys of a list follow one another. Units visit whole tiles of them.
+enum class ListOrder {
+  // First those that the chunk's first unit sees, by the last unit that sees them, highest first, and by index where
+  // that is equal; then the others by index. For keys that neighbouring rows see: units see long runs of them.
+  kFirstUnit,
+  // By the set of units that see them, as sets follow one another in a Gray code, and by index where that is equal. For
+  // keys that every row chooses for itself: chunks whose rows together see nearly all keys are lists, too, where units
+  // see few of them.
+  kUnits,
+};
+
 // The sizes of a DevicePlan, known from shapes and strides alone.
 struct PlanShape {
+  ListOrder order = ListOrder::kFirstUnit;
   bool per_batch = false;         // batch elements differ in what they see
   std::int32_t plan_heads = 1;    // distinct plans of a batch element
   std::int64_t head_divisor = 1;  // query head h uses plan h / head_divisor
@@ -22,15 +34,16 @@ struct PlanShape {
   std::int32_t tiles = 0;
 };
 
-// A list longer than this share of the keys from its first to its last becomes a range: gathering would gain too
-// little.
+// In the order kFirstUnit a list longer than this share of the keys from its first to its last becomes a range:
+// gathering would gain too little.
 constexpr int kListShareNumerator = 3, kListShareDenominator = 4;
 // Longest list that any problem may have when nothing better is known (`list_limit` 0), beside a quarter of its keys.
 constexpr std::int32_t kLeastCapacity = 4096;
 
 // `list_limit`: how many keys a chunk can list at most, if the caller knows (w + kChunkRows for intervals that keep the
 // top w), else 0. A chunk that would list more becomes a range, so that the limit costs speed and never correctness.
-PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit);
+PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit,
+                     ListOrder order = ListOrder::kFirstUnit);
 
 // Bytes of a plan, and of the scratch memory that make_plan needs beside it.
 std::size_t plan_bytes(const PlanShape& shape, std::int64_t batch);
@@ -39,10 +52,10 @@ std::size_t staging_bytes(const PlanShape& shape, std::int64_t batch);
 // The plan that make_plan wrote, or is going to write, into `memory`; all pointers are null if that is null.
 DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory);
 
-// Enqueues the making of the plan into `memory` (aligned to 64 bytes), one kernel, and describes it in `plan`.
+// Enqueues the making of the plan into `memory` (aligned to 64 bytes), one kernel, or two in the order kUnits, and
+// describes it in `plan`.
 // `staging` (aligned to 64 bytes) is of no use once it is made. The same visibility gives the same plan, bit by bit:
-// - listed keys stand in this order: first those that the chunk's first unit sees, by the last unit that sees them,
-//   highest first, and by index where that is equal; then the others by index;
+// - listed keys stand in the shape's order;
 // - -1 follows up to a multiple of two tiles; tile_units of all later tiles are 0.
 // `is_dependent`: LaunchShape. Returns launch errors only; never waits.
 cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,

@@ -22,8 +22,10 @@ bool needs_packing(const AttentionProblem& problem) {
   return problem.visibility.indices.defined() || differs_by_row(problem.visibility.mask);
 }
 
-// How many keys the rows of a chunk see at most; 0: unknown.
+// How many keys the rows of a chunk see at most, or how many a list has room for; 0: unknown.
 std::int64_t list_limit(const AttentionProblem& problem) {
+  // Rows that choose for themselves together see nearly all keys, and may be worth a list.
+  if (problem.visibility.indices.defined()) return problem.keys;
   const std::int64_t window_size = problem.visibility.intervals.window_size;
   return window_size == 0 ? 0 : std::min(window_size, problem.keys) + kChunkRows;
 }
@@ -112,7 +114,8 @@ void PreparedVisibility::arrange_plan(const AttentionProblem& problem, Arena* ar
     static const std::uint32_t kNoWords = 0;
     if (packed_memory_ == nullptr) visibility.packed.words = &kNoWords;
   }
-  shape_ = plan_shape(visibility, problem.batch, problem.heads, list_limit(problem));
+  const ListOrder order = problem.visibility.indices.defined() ? ListOrder::kUnits : ListOrder::kFirstUnit;
+  shape_ = plan_shape(visibility, problem.batch, problem.heads, list_limit(problem), order);
   plan_memory_ = arena->take<std::byte>(plan_bytes(shape_, problem.batch));
   plan = plan_at(shape_, problem.batch, plan_memory_);
 }

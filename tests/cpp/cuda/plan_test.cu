@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -25,6 +26,41 @@ struct ExpectedChunk {
   std::vector<std::uint16_t> tile_units, tile_full;
   std::int64_t kept = 0, computed = 0, visited = 0, full = 0;
 };
+
+// Where a list of this order has the keys that these units see.
+unsigned rank_in(ListOrder order, unsigned units) {
+  if (order == ListOrder::kUnits) {
+    unsigned set = 0, rank = 0;
+    for (unsigned bit = 0; bit < kChunkUnits; ++bit) {
+      const unsigned unit = (bit & 1) << 3 | (bit & 2) << 1 | (bit & 4) >> 1 | bit >> 3;
+      set |= (units >> unit & 1) << bit;
+    }
+    // The n-th set of the Gray code is n ^ (n >> 1).
+    for (int bit = kChunkUnits - 1; bit >= 0; --bit) rank |= ((rank >> (bit + 1) ^ set >> bit) & 1u) << bit;
+    return rank;
+  }
+  if ((units & 1) == 0) return kChunkUnits;  // survivors by their last unit, then the others
+  unsigned last = 0;
+  while ((units >> last) > 1) ++last;
+  return kChunkUnits - 1 - last;
+}
+
+bool is_worth_a_list(ListOrder order, const std::vector<unsigned>& units, const std::vector<std::int32_t>& listed) {
+  const auto bits = [](unsigned word) { return static_cast<std::int64_t>(std::popcount(word)); };
+  if (order == ListOrder::kFirstUnit) {
+    const std::int64_t span = listed.back() - listed.front() + 1;
+    return 4 * static_cast<std::int64_t>(listed.size()) <= 3 * span;
+  }
+  std::vector<unsigned> range_tiles(units.size() / kPlanTileKeys + 1);
+  std::int64_t unit_keys = 0, visits = 0;
+  for (const std::int32_t key : listed) {
+    const unsigned seen = units[static_cast<std::size_t>(key)];
+    range_tiles[static_cast<std::size_t>(key / kPlanTileKeys)] |= seen;
+    unit_keys += bits(seen);
+  }
+  for (const unsigned seen : range_tiles) visits += bits(seen);
+  return 3 * unit_keys <= 2 * kPlanTileKeys * visits;
+}
 
 ExpectedChunk expected_chunk(Problem& problem, const PlanShape& shape, std::int64_t b, std::int64_t h, int chunk) {
   const std::int64_t first_row = std::int64_t{chunk} * kChunkRows;
@@ -52,21 +88,14 @@ ExpectedChunk expected_chunk(Problem& problem, const PlanShape& shape, std::int6
   expected.tile_units.resize(static_cast<std::size_t>(shape.tiles));
   expected.tile_full.resize(static_cast<std::size_t>(shape.tiles));
   if (listed.empty()) return expected;
-  const std::int64_t count = static_cast<std::int64_t>(listed.size()), span = listed.back() - listed.front() + 1;
-  const bool restricted = problem.begin.defined() || problem.key_mask.defined() || problem.mask.defined();
-  if (restricted && count <= shape.capacity && 4 * count <= 3 * span) {
-    expected.keys.count = static_cast<std::int32_t>(count);
-    const auto rank = [&](std::int32_t key) {  // survivors by their last unit, then the others
-      const unsigned seen = units[static_cast<std::size_t>(key)];
-      if ((seen & 1) == 0) return kChunkUnits;
-      int last = 0;
-      while ((seen >> last) > 1) ++last;
-      return kChunkUnits - 1 - last;
-    };
+  const std::int64_t count = static_cast<std::int64_t>(listed.size());
+  expected.keys.first = listed.front() / kPlanTileKeys * kPlanTileKeys;
+  if (count <= shape.capacity && is_worth_a_list(problem.order, units, listed)) {
+    expected.keys = {static_cast<std::int32_t>(count), -1};
+    const auto rank = [&](std::int32_t key) { return rank_in(problem.order, units[static_cast<std::size_t>(key)]); };
     std::stable_sort(listed.begin(), listed.end(), [&](auto a, auto b) { return rank(a) < rank(b); });
   } else {
     const std::int32_t last = listed.back();
-    expected.keys.first = listed.front() / kPlanTileKeys * kPlanTileKeys;
     listed.resize(static_cast<std::size_t>(last + 1 - expected.keys.first));
     std::iota(listed.begin(), listed.end(), expected.keys.first);
     expected.keys.count = static_cast<std::int32_t>(listed.size());
@@ -121,10 +150,11 @@ void expect_chunk(const DevicePlan& plan, const ExpectedChunk& expected, std::in
   ASSERT_EQ(to_host(plan.keys + entry * plan.capacity, static_cast<std::int64_t>(list.size())), list);
 }
 
-void expect_plan(Problem& problem) {
+// Returns what count_plan counts.
+PlanCounts expect_plan(Problem& problem) {
   problem.upload();
   const std::int64_t batch = problem.sizes.batch, heads = problem.sizes.heads;
-  const PlanShape shape = plan_shape(problem.visibility, batch, heads, problem.list_limit);
+  const PlanShape shape = plan_shape(problem.visibility, batch, heads, problem.list_limit, problem.order);
   EXPECT_EQ(shape.capacity % (2 * kPlanTileKeys), 0);
   EXPECT_EQ(shape.tiles % 2, 0);
   EXPECT_GE(shape.tiles, shape.capacity / kPlanTileKeys);
@@ -142,7 +172,7 @@ void expect_plan(Problem& problem) {
         SCOPED_TRACE("batch " + std::to_string(b) + " head " + std::to_string(h) + " chunk " + std::to_string(chunk));
         const ExpectedChunk expected = expected_chunk(problem, shape, b, h, chunk);
         expect_chunk(plan, expected, problem.sizes.rows, b, h, chunk);
-        if (testing::Test::HasFatalFailure()) return;
+        if (testing::Test::HasFatalFailure()) return {};
         sums.kept_scores += expected.kept;
         sums.computed_scores += expected.computed;
         sums.tiles_visited += expected.visited;
@@ -162,6 +192,7 @@ void expect_plan(Problem& problem) {
   EXPECT_EQ(counted.listed_keys, sums.listed_keys);
   EXPECT_EQ(counted.range_chunks, sums.range_chunks);
   EXPECT_EQ(counted.list_chunks, sums.list_chunks);
+  return counted;
 }
 
 void expect_packed_mask(Rng& rng, const Sizes& sizes, std::array<int, 4> form, Layout layout, int percent) {
@@ -301,6 +332,32 @@ TEST_P(ManyKeys, ArePlanned) {
 }
 
 INSTANTIATE_TEST_SUITE_P(MakePlan, ManyKeys, testing::Values(0, 3000, 9000));
+
+// Blocks of 128 rows that see the same keys, each others: together nearly all, and yet a list, of which units visit
+// little more than the tiles that their keys fill.
+TEST(MakePlan, RowsThatChooseAlikeVisitFewTiles) {
+  constexpr std::int64_t kBlockRows = 128, kSeen = 2048;
+  for (const std::int64_t keys : {5000, 16000}) {  // in shared memory, and in global memory
+    Rng rng(10);
+    Problem problem;
+    problem.sizes = {1, 1, 1, 2 * kChunkRows, keys};
+    problem.order = ListOrder::kUnits;
+    problem.list_limit = keys;
+    problem.mask = make_mask(rng, problem.sizes, {0, 0, 1, 1}, Layout::kContiguous, 0);
+    std::vector<std::int64_t> order(static_cast<std::size_t>(keys));
+    std::iota(order.begin(), order.end(), std::int64_t{0});
+    for (std::int64_t row = 0; row < problem.sizes.rows; ++row) {
+      if (row % kBlockRows == 0) std::shuffle(order.begin(), order.end(), rng);
+      for (std::size_t i = 0; i < kSeen; ++i) problem.mask.at(0, 0, row, order[i]) = 1;
+    }
+    problem.mask.upload();
+    const PlanCounts counts = expect_plan(problem);
+    if (HasFailure()) return;
+    EXPECT_EQ(counts.list_chunks, 2);
+    const std::int64_t filled = problem.sizes.rows / kUnitRows * kSeen / kPlanTileKeys;
+    EXPECT_LT(2 * counts.tiles_visited, 3 * filled);
+  }
+}
 
 TEST(MakePlan, NothingToPlan) {
   for (const Sizes& sizes : {Sizes{0, 2, 1, 10, 10}, {2, 0, 0, 10, 10}, {2, 2, 1, 0, 10}, {2, 2, 1, 10, 0}}) {

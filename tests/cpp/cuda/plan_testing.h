@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/plan/make_plan.h"
 #include "cuda/plan/pack_mask.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -145,6 +146,7 @@ struct Problem {
   Tensor<std::int32_t> begin, end;
   Tensor<std::uint8_t> key_mask, mask;
   std::int64_t list_limit = 0;
+  ListOrder order = ListOrder::kFirstUnit;
 
   std::unique_ptr<DeviceMemory> device_seqlens, packed_memory;
   Visibility visibility;
@@ -266,6 +268,7 @@ inline Problem random_problem(Rng& rng, int rows, int keys) {
                              random_layout(rng), uniform(rng, 0, 3) == 0 ? 100 : uniform(rng, 0, 1));
   }
   if (uniform(rng, 0, 2) == 0) problem.list_limit = uniform(rng, 1, 1500);
+  problem.order = uniform(rng, 0, 1) == 0 ? ListOrder::kFirstUnit : ListOrder::kUnits;
   return problem;
 }
 

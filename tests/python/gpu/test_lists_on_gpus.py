@@ -1,4 +1,4 @@
-"""Lists of keys per query row on a GPU: packed to the bits of the mask that says the same, and so computed alike."""
+"""Lists of keys per query row on a GPU, beside the oracle that is given the mask which says the same."""
 
 from __future__ import annotations
 
@@ -36,11 +36,21 @@ def lists_of(form: str) -> KeyIndices:
 def test_lists_are_the_mask_that_says_the_same(dtype: torch.dtype, form: str, head_dim: int) -> None:
     case = make_case(2, 4, 2, ROWS, KEYS, head_dim, dtype=dtype, bias=(1, 2, KEYS))
     lists = lists_of(form)
-    mask = lists.dense_mask(KEYS).expand(-1, -1, ROWS, -1)
-    got = run_library(replace(case, mask=lists), deterministic=True)
-    # Expanded rows would make it a mask per key, which is planned in the same order.
-    assert_same_bits(got, run_library(replace(case, mask=mask.contiguous()), deterministic=True))
-    assert_case_close(replace(case, mask=mask), got, few_elements=True)
+    for deterministic in (False, True):
+        got = run_library(replace(case, mask=lists), deterministic=deterministic)
+        assert_case_close(replace(case, mask=lists.dense_mask(KEYS)), got, few_elements=True)
+
+
+def test_rows_that_choose_alike_compute_little_more_than_they_keep() -> None:
+    """Blocks of 128 rows draw from pools of their own, which 1024 rows together make nearly all keys."""
+    rows, keys, pool = 2048, 16000, 2048
+    case = make_case(1, 2, 1, rows, keys, 64)
+    pools = torch.stack([torch.randperm(keys)[:pool] for _ in range(rows // 128)])
+    lists = KeyIndices(pools.repeat_interleave(128, 0).int()[None, None])
+    report = plan_report(case.query, case.key, mask=lists)
+    assert report.kept_scores == 2 * rows * pool
+    assert report.ratio < 1.5
+    assert_case_close(replace(case, mask=lists.dense_mask(keys)), run_library(replace(case, mask=lists)))
 
 
 @pytest.mark.parametrize("form", FORMS)
