@@ -1,6 +1,6 @@
 // The plan on the device: for every chunk of kChunkRows query rows the keys that some of its rows see, in an order in
-// which the rows of one unit see long runs of neighbours (ListOrder), and which units see each tile of those keys. Kernels walk
-// tiles that their rows see and ask the Visibility for words only there.
+// which the rows of one unit see long runs of neighbours (ListOrder), and which units see each tile of those keys.
+// Kernels walk tiles that their rows see and ask the Visibility for words only there.
 #pragma once
 
 #include <cuda_runtime_api.h>
