@@ -191,7 +191,6 @@ TEST(KeptKeys, RefuseBadArguments) {
   EXPECT_EQ(argument_of({scores.view(), {}}, state.kept(), {}), "positions");
   EXPECT_EQ(argument_of({scores.view(), Tensor(DType::kInt32, {kHeads}).view()}, state.kept(), {}), "positions");
   EXPECT_EQ(argument_of(good, state.kept(), state.indices.view()), "lists");
-  EXPECT_EQ(append_kept_keys(good, state.kept(), {}, {nullptr, Device::cuda(nullptr)}).argument(), "device");
 }
 
 }  // namespace
