@@ -26,6 +26,11 @@ from language_model.training import Run, TrainingConfig, train  # noqa: E402
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork, timers and limits as on Linux")
 
 
+def heed_interrupts() -> None:
+    """In a new process: where tests run in the background of a shell, SIGINT is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_script(script: str, *arguments: str, **environment: str) -> str:
     """What a script prints that runs in a process of its own."""
     result = subprocess.run(
@@ -34,6 +39,7 @@ def run_script(script: str, *arguments: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         timeout=120,
+        preexec_fn=heed_interrupts,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -274,7 +280,8 @@ TINY += ["--width", "16", "--window", "8", "--device", "cpu", "--checkpoint-ever
 def start_training(output: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(EXAMPLES / "train_language_model.py"), "--output", str(output), *flags]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, preexec_fn=heed_interrupts, **pipes)
 
 
 def steps_done(checkpoint: Path) -> int:
