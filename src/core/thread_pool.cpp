@@ -84,6 +84,8 @@ void ThreadPool::take_worker(Call& call, std::unique_lock<std::mutex>& lock) {
 void ThreadPool::start_threads() {
   if (started_) return;
   started_ = true;
+  // A call then allocates nothing unless more are open at once than there are threads.
+  open_.reserve(concurrency_);
   try {
     while (static_cast<int>(threads_.size()) < concurrency_ - 1) threads_.emplace_back([this] { serve(); });
   } catch (const std::system_error& error) {

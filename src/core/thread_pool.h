@@ -2,7 +2,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -46,7 +45,7 @@ class ThreadPool final : public Executor {
   const int concurrency_;
   std::mutex mutex_;  // guards everything below, and every Call
   std::condition_variable work_ready_;
-  std::deque<Call*> open_;  // calls with workers that nobody has taken
+  std::vector<Call*> open_;  // calls with workers that nobody has taken, oldest first
   std::vector<std::thread> threads_;
   bool started_ = false;
   bool stopping_ = false;
