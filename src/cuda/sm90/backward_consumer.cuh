@@ -431,6 +431,7 @@ struct BackwardConsumer {
     }
     if (Config::kLongTurns) pass_turn();
     add_last_query_gradients(tile);
+    if (group == 0) take_turn();  // that is left over: no barrier may be left with threads that have arrived
     if (has(Facts::kSumsKeyBias)) flush_key_bias_gradients(head());
   }
 

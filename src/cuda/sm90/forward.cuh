@@ -87,7 +87,9 @@ struct ForwardBlock {
       } else {
         shared.keys.init(1, kConsumers);
         shared.values.init(1, kConsumers);
-        if constexpr (Config::kBiasStages > 0) shared.biases.init(1, 4 * kConsumers);  // released by every warp
+        if constexpr (Config::kBiasStages > 0) {
+          shared.biases.init(1, kConsumers * ForwardConsumer<ForwardBlock>::kBiasReleases);
+        }
         shared.ring.init(4 * kConsumers + (stages_key_bias() ? 1 : 0));
       }
       fence_barrier_init();

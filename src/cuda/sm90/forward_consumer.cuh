@@ -69,6 +69,9 @@ struct ForwardConsumer {
   // One arrival for the warp group, whose products end together. At the keys of a plan one for each warp: it also says
   // that the warp has read the facts of the stage before.
   static constexpr int kKeyReleases = kPlanned ? 4 : 1;
+  // A bias is read by the threads themselves. What other threads have written, as opposed to the copy engine, each of
+  // them hands back: of a lane that did so for its warp, compute-sanitizer would not know that the others have read.
+  static constexpr int kBiasReleases = Config::kRowBiased ? 4 : kWarpGroup;
   template <int kStages>
   __device__ void release(Pipeline<kStages>& pipeline, Position<kStages>& at, int releases = 1) {
     if (releases != 1) __syncwarp();
@@ -272,8 +275,10 @@ struct ForwardConsumer {
     wait(shared_address(&block.shared.biases.full[bias_at.stage]), bias_at.parity);
   }
   __device__ void release_bias() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(shared_address(&block.shared.biases.empty[bias_at.stage]));
+    if constexpr (kBiasReleases != kWarpGroup) __syncwarp();
+    if (threadIdx.x % (kWarpGroup / kBiasReleases) == 0) {
+      arrive(shared_address(&block.shared.biases.empty[bias_at.stage]));
+    }
     bias_at.advance();
   }
 
@@ -321,7 +326,7 @@ struct ForwardConsumer {
     while (true) {
       const Work& taken = taker.take();
       const std::uint32_t kind = read_for_warp([&] { return static_cast<std::uint32_t>(taken.kind); });
-      if (kind == Work::kNone) return;
+      if (kind == Work::kNone) break;
       begin();
       wait_for_queries(taker.slot());
       int tiles = 0;
@@ -341,6 +346,8 @@ struct ForwardConsumer {
         taker.release();
       }
     }
+    // The turn that the last consumer has passed on: no barrier may be left with threads that have arrived.
+    if (Config::kTakesTurns && group == 0) take_turn();
   }
 
   __device__ void begin() {
