@@ -27,9 +27,16 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 # Memory that a test filled would count as initialised.
 export FLASH_DMATTN_TEST_POISON=0
 
+# A warp's lanes meet before one of them hands a stage on, by a barrier of the block: that orders all of theirs, too.
+indirect=()
+if "$sanitizer" --help 2>&1 | grep -q -e --racecheck-indirect-barrier-dependency; then
+  indirect=(--racecheck-indirect-barrier-dependency)
+fi
+
 for tool in "${tools[@]}"; do
   # Only this library's kernels. The tests fill their inputs by copies, which initcheck knows of.
   flags=(--tool "$tool" --error-exitcode 1 --print-limit 20 "$only" kns=flash_dmattn)
+  [[ $tool != racecheck ]] || flags+=("${indirect[@]}")
   printf '=== %s\n' "$tool"
   "$sanitizer" "${flags[@]}" "$build/tests/cpp/cuda/cuda_plan_test" --gtest_brief=1 \
     --gtest_filter='PackMask.*:MakePlan.SmallProblems:MakePlan.NothingToPlan'

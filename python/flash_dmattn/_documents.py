@@ -128,7 +128,8 @@ def _read_bounds(
     if isinstance(cu_seqlens, Tensor):
         check_layout(name, cu_seqlens)
     try:
-        bounds = torch.as_tensor(cu_seqlens, device=None if isinstance(cu_seqlens, Tensor) else "cpu")
+        # Tensors stay where they are: as_tensor would take them to the default device.
+        bounds = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.as_tensor(cu_seqlens, device="cpu")
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(f"{name} must make a tensor of integers; got {name} {cu_seqlens!r}") from error
     if bounds.dim() != 1 or len(bounds) == 0 or bounds.is_floating_point() or bounds.dtype == torch.bool:

@@ -178,7 +178,7 @@ def attention_forward(
 
 
 def _wants_plan(visibility: Visibility) -> bool:
-    return visibility.plan is None and bool(visibility.planned)
+    return visibility.plan is None and len(visibility.planned) != 0
 
 
 def _log_call(

@@ -123,11 +123,11 @@ struct ForwardConsumer {
       }
   }
 
-  // Values of keys past the length may be anything, and 0 times NaN is NaN: in the one tile that has some they are
-  // overwritten. By all consumers, at the first tile.
-  __device__ void clear_missing_values() {
-    const int existing = work().existing, first_key = tile * kTileKeys;
-    if (kPlanned || existing == block.params.keys || existing >= first_key + kTileKeys) return;
+  // Values of keys past the length may be anything, and 0 times NaN is NaN: in the one tile that has some, the first of
+  // `tiles` that comes, they are overwritten. By all consumers together, before they go their own ways.
+  __device__ void clear_missing_values(int tiles) {
+    const int existing = work().existing, first_key = (tiles - 1) * kTileKeys;
+    if (tiles == 0 || existing == block.params.keys || existing >= first_key + kTileKeys) return;
     wait(shared_address(&block.shared.values.full[value_at.stage]), value_at.parity);
     const std::uint32_t tile_values = block.values + value_at.stage * static_cast<std::uint32_t>(Config::kValueBytes);
     constexpr int kPieces = Config::kValuePanels * 8;
@@ -175,7 +175,6 @@ struct ForwardConsumer {
           wait_for_bias();
           release_bias();
         }
-        clear_missing_values();
         wait_full(block.shared.values, value_at);
         release(block.shared.values, value_at);
         if (tile < tiles - 1) take_turn(), pass_turn();
@@ -336,6 +335,7 @@ struct ForwardConsumer {
         tiles = __reduce_max_sync(~0u, block.tile_count(work()));
         seen_tiles = __reduce_max_sync(~0u, block.tile_count(work().existing, first_row, kConsumerRows));
         full_tiles = __reduce_max_sync(~0u, limit / kTileKeys);
+        clear_missing_values(tiles);
       }
       if (kind == Work::kUsual) {
         run_over_tiles(tiles);
@@ -439,7 +439,6 @@ struct ForwardConsumer {
     if (takes_turn) pass_turn();
     wgmma_wait<0>();
     prepare_scores();
-    clear_missing_values();
     exponentiate_scores(probabilities);
 #pragma unroll 1
     while (true) {
@@ -490,7 +489,6 @@ struct ForwardConsumer {
       multiply_keys();
       wgmma_wait<0>();
       prepare_scores();
-      if (tile == tiles - 1) clear_missing_values();
 #pragma unroll
       for (int i = 0; i < 2; ++i) shift_huge_row(rule, i, true_max[i], scores, row_max, row_sum, sums);
       update_softmax(rule.multiplier, scores, row_max, row_sum, sums,

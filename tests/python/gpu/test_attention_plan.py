@@ -130,9 +130,9 @@ def test_a_window_makes_plans_smaller(said: int) -> None:
     expected = both_directions(case, unsaid, None)
     for given in (smaller, None):
         got = both_directions(case, visibility, given)
-        if said == 50:  # in another order of keys
-            for name, tensor in got.items():
-                torch.testing.assert_close(tensor, expected[name], atol=0.02, rtol=0.02)
+        if said == 50:  # in another order of keys, which decides what a row's sum is relative to, too
+            for name in got.keys() - {"row_stats"}:
+                torch.testing.assert_close(got[name], expected[name], atol=0.02, rtol=0.02)
         else:
             assert_same_bits(expected, got)
 

@@ -79,7 +79,7 @@ def test_prepared_reported_compiled_and_captured() -> None:
     lists = lists_of("of_key_heads")
     expected = run_library(replace(case, mask=lists), deterministic=True)
     prepared = prepare_mask(lists, seqlen_q=ROWS, seqlen_k=KEYS)
-    assert_same_bits(expected, run_library(replace(case, mask=prepared.mask), deterministic=True))
+    assert_same_bits(expected, run_library(replace(case, mask=prepared), deterministic=True))
     report = plan_report(case.query, case.key, mask=lists)
     shown = lists.dense_mask(KEYS).expand(2, -1, ROWS, -1).repeat_interleave(2, 1)
     assert report.kept_scores == int(shown.sum())
