@@ -25,6 +25,7 @@
 #include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/split_backward_consumer.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
@@ -75,7 +76,8 @@ struct BackwardBlock {
   struct Shared {
     Pipeline<kStages> steps;
     std::uint64_t keys_full;                                   // keys and values have arrived
-    std::uint64_t score_gradients_full[Config::kScoreStages];  // all consumers have stored theirs
+    std::uint64_t score_gradients_full[Config::kScoreStages];  // all consumers that make them have stored theirs
+    std::uint64_t probabilities_full;                          // of the step, if consumers hand them on
     Facts facts[kStages];
     std::int32_t key[kTileKeys];  // -1: none, or no row sees it, and the tile holds zeros
     RowRange range[kTileKeys];
@@ -94,7 +96,7 @@ struct BackwardBlock {
 
   const BackwardParams& params;
   const BackwardMaps& maps;
-  std::uint32_t keys, values, queries, score_gradients;  // in shared memory
+  std::uint32_t keys, values, queries, score_gradients, probabilities;  // in shared memory
   Shared& shared;
 
   __device__ BackwardBlock(const BackwardParams& params, const BackwardMaps& maps, unsigned char* memory)
@@ -104,6 +106,7 @@ struct BackwardBlock {
         values(keys + static_cast<std::uint32_t>(Config::kKeyBytes)),
         queries(values + static_cast<std::uint32_t>(Config::kKeyBytes)),
         score_gradients(queries + static_cast<std::uint32_t>(kStages * 2 * Config::kRowBytes)),
+        probabilities(score_gradients + static_cast<std::uint32_t>(Config::kScoreStages * Config::kScoreBytes)),
         shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes)) {}
 
   // For order_blocks.
@@ -122,10 +125,11 @@ struct BackwardBlock {
                      (params.dbias_sums != nullptr ? Facts::kSumsKeyBias : 0) |
                      (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0);
       shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
-      shared.steps.init(Config::kProducerWarps, Config::kConsumers * 4);
+      shared.steps.init(Config::kProducerWarps * Config::kArrivals, Config::kConsumers * 4 * Config::kArrivals);
       init_barrier(shared_address(&shared.keys_full), 32 * Config::kProducerWarps);
       for (std::uint64_t& full : shared.score_gradients_full)
-        init_barrier(shared_address(&full), 4 * Config::kConsumers);
+        init_barrier(shared_address(&full), Config::kSplitsGradients ? kWarpGroup : 4 * Config::kScoreConsumers);
+      init_barrier(shared_address(&shared.probabilities_full), kWarpGroup);
       fence_barrier_init();
     }
     __syncthreads();
@@ -143,6 +147,7 @@ struct BackwardBlock {
 
   __device__ void produce() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    if (warp >= Config::kProducerWarps) return;
     const KeyBlock& block = shared.block;
     const std::int32_t key = key_of(warp * 32 + lane);
     const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, shared.existing, key);
@@ -236,7 +241,7 @@ struct BackwardBlock {
       }
       if (exists && !full) make_words(step, warp * 32 + lane, facts);
       __syncwarp();
-      if (lane == 0) arrive(shared_address(&shared.steps.full[at.stage]));
+      if (lane % (32 / Config::kArrivals) == 0) arrive(shared_address(&shared.steps.full[at.stage]));
       at.advance();
     }
   }
@@ -304,9 +309,15 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
   if (threadIdx.x < kWarpGroup) {
     give_registers_up<Config::kProducerRegisters>();
     Block(params, maps, at_kept_address(memory)).produce();
-  } else {
+  } else if constexpr (!Config::kSplitsGradients) {
     take_registers<Config::kConsumerRegisters>();
     BackwardConsumer<Block>(block).run();
+  } else if (threadIdx.x < 2 * kWarpGroup) {
+    take_registers<Config::kConsumerRegisters>();
+    SplitBackwardConsumer<Block>(block).template run<true>();
+  } else {
+    take_registers<Config::kKeyConsumerRegisters>();
+    SplitBackwardConsumer<Block>(block).template run<false>();
   }
 }
 

@@ -9,21 +9,26 @@
 namespace flash_dmattn::internal::cuda::sm90 {
 
 // Buckets of head dims that have a backward.
-constexpr int kLeastBackwardBucket = 64, kMostBackwardBucket = 128;
+constexpr int kLeastBackwardBucket = 64, kMostBackwardBucket = 256;
 constexpr bool has_backward(int bucket) { return bucket >= kLeastBackwardBucket && bucket <= kMostBackwardBucket; }
 
-// One warp group brings tiles of queries and output gradients; each of the others, consumers, owns kConsumerKeys keys.
+// One warp group brings tiles of queries and output gradients. Each of the others, consumers, owns kConsumerKeys keys;
+// of wide heads they own the same ones, one the gradient of keys, one that of values.
 template <int kHeadDimBucket>
 struct BackwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
-  static constexpr int kConsumerKeys = 64, kConsumers = 2, kTileKeys = kConsumerKeys * kConsumers;
+  static constexpr bool kSplitsGradients = kHeadDim > 128;
+  static constexpr int kConsumerKeys = 64, kConsumers = 2, kTileKeys = kConsumerKeys * (kSplitsGradients ? 1 : 2);
   // Of a step: a unit of the plan, or two where registers allow.
   static constexpr int kTileRows = kHeadDim <= 64 ? 128 : 64;
   static constexpr int kWords = kTileRows / kWordRows;
-  static constexpr int kProducerWarps = 4, kThreads = 128 * (1 + kConsumers);
-  static constexpr int kStages = kHeadDim <= 64 ? 2 : 3;  // of queries and output gradients
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
-  static_assert(has_registers({kConsumerRegisters, kConsumerRegisters, kProducerRegisters}));
+  static constexpr int kProducerWarps = kTileKeys / 32, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kStages = kHeadDim <= 64 || kHeadDim > 192 ? 2 : 3;  // of queries and output gradients
+  // Of consumers; of the second one where it owns the gradient of keys; of producers.
+  static constexpr int kConsumerRegisters = kSplitsGradients ? 232 : 224;
+  static constexpr int kKeyConsumerRegisters = kSplitsGradients ? 224 : 224;
+  static constexpr int kProducerRegisters = kSplitsGradients ? 48 : 56;
+  static_assert(has_registers({kConsumerRegisters, kKeyConsumerRegisters, kProducerRegisters}));
 
   // Whether gradients of scores are made from rounded probabilities, as there are no registers to keep others.
   static constexpr bool kUnpacksProbabilities = kHeadDim != 96;
@@ -36,12 +41,19 @@ struct BackwardConfig {
   static constexpr int kPanels = (kHeadDim + 63) / 64;
   static constexpr std::size_t kKeyBytes = std::size_t{kPanels} * kTileKeys * 128;
   static constexpr std::size_t kRowBytes = std::size_t{kPanels} * kTileRows * 128;
-  static constexpr int kScoreStages = 3;  // of scores' gradients
-  static constexpr std::size_t kScoreBytes = std::size_t{kTileKeys} * kTileRows * 2;
-  static constexpr std::size_t kTilesBytes = 2 * kKeyBytes + kStages * 2 * kRowBytes + kScoreStages * kScoreBytes;
+  // Every thread that reads or writes what is known of a step hands it on itself: if one lane did so for its warp,
+  // compute-sanitizer would not know that the others have.
+  static constexpr int kArrivals = 32;  // of a warp
 
-  // Each consumer makes some of dquery: 64 of the rows or, of a step that has no more, a panel of columns, of which the
-  // last may not be full.
+  static constexpr int kScoreStages = kSplitsGradients ? 2 : 3;              // of scores' gradients
+  static constexpr int kScoreConsumers = kSplitsGradients ? 1 : kConsumers;  // that make them
+  static constexpr std::size_t kScoreBytes = std::size_t{kTileKeys} * kTileRows * 2;
+  static constexpr std::size_t kProbabilityBytes = kSplitsGradients ? kScoreBytes : 0;
+  static constexpr std::size_t kTilesBytes =
+      2 * kKeyBytes + kStages * 2 * kRowBytes + kScoreStages * kScoreBytes + kProbabilityBytes;
+
+  // dquery is made in parts: 64 of the rows for each consumer or, of a step that has no more, panels of columns, of
+  // which the last may not be full.
   static constexpr bool kSplitsRows = kTileRows == 64 * kConsumers;
   static constexpr int kQueryColumns = kSplitsRows ? kHeadDim : 64;
 };

@@ -2,470 +2,117 @@
 // values stay in registers for the whole walk; those of queries are added up in global memory.
 #pragma once
 
-#include <cstdint>
-
-#include "cuda/attention/fragments.cuh"
-#include "cuda/attention/key_results.cuh"
-#include "cuda/attention/large_rows.cuh"
-#include "cuda/attention/params.h"
-#include "cuda/attention/scores.cuh"
-#include "cuda/attention/tokens.cuh"
-#include "cuda/ptx/arithmetic.cuh"
-#include "cuda/ptx/copy.cuh"
-#include "cuda/ptx/mbarrier.cuh"
-#include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/offsets.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/backward_steps.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
 template <typename Block>
 struct BackwardConsumer {
-  using Config = typename Block::Config;
-  using Element = typename Block::Element;
-  using Facts = typename Block::Facts;
-  static constexpr int kHeadDim = Config::kHeadDim, kTileRows = Config::kTileRows, kStages = Config::kStages;
-  static constexpr int kRowNTiles = kTileRows / 8, kDimNTiles = kHeadDim / 8, kQueryNTiles = Config::kQueryColumns / 8;
-  static constexpr std::uint32_t kKeyPanel = Block::kKeyPanel, kRowPanel = Block::kRowPanel;
-  // A fragment of A for each 16 rows of the step: what the products for keys and values take from registers.
-  using Fragments = std::uint32_t[kRowNTiles / 2][4];
+  using Steps = BackwardSteps<Block>;
+  using Config = typename Steps::Config;
+  using Facts = typename Steps::Facts;
+  using Fragments = typename Steps::Fragments;
+  static constexpr int kRowNTiles = Steps::kRowNTiles, kDimNTiles = Steps::kDimNTiles,
+                       kQueryNTiles = Steps::kQueryNTiles;
 
-  Block& block;
-  int group;           // number of the consumer
-  std::uint32_t mark;  // of the step (StepFacts), the same in all lanes
+  Steps steps;
   float dkeys[1][kDimNTiles][4], dvalues[1][kDimNTiles][4];
-  float scores[kRowNTiles][4];  // of the thread's two keys, 8 apart
-  float key_bias_gradient[2] = {0, 0};
-  int thread_;
 
-  __device__ explicit BackwardConsumer(Block& block)
-      : block(block),
-        group(static_cast<int>(__reduce_max_sync(~0u, threadIdx.x / kWarpGroup)) - 1),
-        thread_(static_cast<int>(threadIdx.x)) {}
-
-  // Made anew wherever they are needed: kept, what follows from them would take registers.
-  __device__ unsigned thread() const { return static_cast<unsigned>(recomputed(thread_)); }
-  __device__ int lane() const { return static_cast<int>(thread() % 32); }
-  __device__ int warp() const { return static_cast<int>(thread() / 32 % 4); }
-  // The thread's first key in the tile, and its first row of a step.
-  __device__ int key_column() const { return Config::kConsumerKeys * group + warp() * 16 + lane() / 4; }
-  __device__ int first_row() const { return 2 * (lane() % 4); }
-  // For what is seldom needed: the compiler would hold on to it in registers over all steps.
-  __device__ const BackwardParams& rare_params() const { return *recomputed(&block.params); }
-  __device__ bool has(typename Facts::Mark bit) const { return (mark & bit) != 0; }
-  __device__ int stage() const { return static_cast<int>(mark >> Facts::kStageShift & Facts::kStageMask); }
-  // Where the step's rows are in shared memory.
-  __device__ std::uint32_t queries() const { return (mark >> Facts::kAddressShift) * Facts::kAddressUnits; }
-  __device__ std::uint32_t output_gradients() const {
-    return queries() + static_cast<std::uint32_t>(Config::kRowBytes);
-  }
-  __device__ const Facts& facts() const { return block.shared.facts[stage()]; }
-
-  // The same address, but one that is worked out anew at every step, and with it the operands' descriptors: kept over
-  // all steps, as the compiler would have it, these take more registers than there are. Where they come from, the mark,
-  // also tells it that they are the same in all lanes.
-  __device__ std::uint32_t anew(std::uint32_t address) const { return address + (mark & Facts::kNever); }
-
-  // ---- Products, all under way until they are waited for
-
-  // sum = a b or, if `adds`, sum += a b
-  template <BRows kB, ARows kA, int kNTiles>
-  __device__ static void begin_or_add(float (&sum)[kNTiles][4], std::uint64_t a, std::uint64_t b, bool adds) {
-    if (adds) {
-      wgmma<Element, kB, kA>(sum, a, b, true);
-    } else {
-      wgmma<Element, kB, kA, true>(sum, a, b, false);
-    }
-  }
-
-  // sum = `own`, rows of keys or values, times rows of a stage, transposed
-  __device__ void multiply(float (&sum)[kRowNTiles][4], std::uint32_t own, std::uint32_t rows) const {
-    const std::uint64_t a = matrix_descriptor(anew(own + group * Config::kConsumerKeys * 128), 16, 1024);
-    const std::uint64_t b = matrix_descriptor(anew(rows), 16, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int depth = 0; depth < kHeadDim / 16; ++depth) {
-      begin_or_add<BRows::kColumns, ARows::kRows>(sum, advanced(a, depth / 4 * kKeyPanel + depth % 4 * 32),
-                                                  advanced(b, depth / 4 * kRowPanel + depth % 4 * 32), depth != 0);
-    }
-    wgmma_commit();
-  }
-
-  // sum += `fragments` times rows of a stage
-  __device__ void add_products(float (&sum)[1][kDimNTiles][4], const Fragments& fragments, std::uint32_t rows) const {
-    const std::uint64_t b = matrix_descriptor(anew(rows), kRowPanel, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int depth = 0; depth < kTileRows / 16; ++depth) {
-      wgmma<Element, BRows::kDepth>(sum[0], fragments[depth], advanced(b, depth * 16 * 128), true);
-    }
-    wgmma_commit();
-  }
-
-  // The consumer's columns, or rows, of dquery = dS K.
-  __device__ void multiply_score_gradients(std::uint32_t score_gradients, float (&dqueries)[kQueryNTiles][4]) const {
-    const int column = Config::kSplitsRows ? 0 : group * Config::kQueryColumns;
-    const std::uint32_t rows = Config::kSplitsRows ? group * kKeyPanel : 0;
-    const std::uint64_t a = matrix_descriptor(score_gradients + rows, 16, 1024);
-    const std::uint64_t b = matrix_descriptor(anew(block.keys + column / 64 * kKeyPanel), kKeyPanel, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int depth = 0; depth < Config::kTileKeys / 16; ++depth) {
-      begin_or_add<BRows::kDepth, ARows::kDepth>(dqueries, advanced(a, depth * 16 * 128), advanced(b, depth * 16 * 128),
-                                                 depth != 0);
-    }
-    wgmma_commit();
-  }
-
-  // Gradients of scores have kScoreStages places, which steps take by turns. The mark numbers steps modulo twice as
-  // many, which says the place of a step and the parity of its round.
-  __device__ std::uint32_t number() const { return mark >> Facts::kNumberShift & 7; }
-  __device__ std::uint32_t last_number() const { return mark >> Facts::kLastNumberShift & 7; }
-  __device__ std::uint32_t score_gradients(std::uint32_t step) const {
-    return anew(block.score_gradients) + step % Config::kScoreStages * static_cast<std::uint32_t>(Config::kScoreBytes);
-  }
-  __device__ std::uint32_t score_gradients_full(std::uint32_t step) const {
-    return shared_address(&block.shared.score_gradients_full[step % Config::kScoreStages]);
-  }
-  // Those of the step before. Before the first step there are none, and nothing is waited for.
-  __device__ void wait_for_score_gradients() const {
-    wait(score_gradients_full(last_number()), last_number() / Config::kScoreStages);
-  }
-
-  // ---- Scores
-
-  // visit(n, i, element): row first_row() + 8 n + i % 2 of the step, key i / 2 of the thread.
-  template <typename Visit>
-  __device__ static void for_each(float (&fragment)[kRowNTiles][4], Visit visit) {
-#pragma unroll
-    for (int n = 0; n < kRowNTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) visit(n, i, fragment[n][i]);
-  }
-
-  // Of the step's head; each warp for its own keys.
-  __device__ void read_key_bias() {
-    const BackwardParams& params = rare_params();
-    const int column = Config::kConsumerKeys * group + warp() * 16 + lane();
-    __syncwarp();
-    if (lane() < 16) {
-      const std::int32_t key = block.shared.key[column];
-      const std::int64_t entry = offset_of(params.bias, block.shared.block.batch, facts().head);
-      block.shared.bias[column] = key < 0 ? 0 : load_bias<Element>(params.bias, entry + key * params.bias.key_stride);
-    }
-    __syncwarp();
-  }
-
-  // Makes scores of products; with the roundings of add_key_bias and scale_by (scores.cuh).
-  __device__ void make_scores() {
-    const float scale = block.params.score.outer_scale;
-    if (has(Facts::kBiased)) {
-      const float* bias = block.shared.bias + key_column();
-      const float own[2] = {bias[0], bias[8]};
-      for_each(scores, [&](int, int i, float& score) { score = __fmaf_rn(score, scale, own[i / 2]); });
-    } else {
-      for_each(scores, [&](int, int, float& score) { score = __fmul_rn(score, scale); });
-    }
-  }
-
-  // Scores of large rows become their distances from lse.
-  __device__ void subtract_large_rows() {
-    const BackwardParams& params = rare_params();
-    const std::int64_t first =
-        (static_cast<std::int64_t>(block.shared.block.batch) * params.heads + facts().head) * params.rows +
-        facts().first_row;
-#pragma unroll
-    for (int n = 0; n < kRowNTiles; ++n)
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const int row = first_row() + 8 * n + pair;
-        if (!is_large_row(facts().rows.lse[row])) continue;
-        const LargeLse lse(params.score, params.row_stats[first + row]);
-        scores[n][pair] = lse.distance(params.score, scores[n][pair]);
-        scores[n][pair + 2] = lse.distance(params.score, scores[n][pair + 2]);
-      }
-  }
-
-  // Of the thread's rows 8 n and the next one.
-  __device__ float2 pair_of(const float (&row_facts)[kTileRows], int n) const {
-    return *reinterpret_cast<const float2*>(&row_facts[first_row() + 8 * n]);
-  }
-
-  // Scores become probabilities.
-  __device__ void exponentiate() {
-    const float multiplier = block.params.score.multiplier;
-#pragma unroll
-    for (int n = 0; n < kRowNTiles; ++n) {
-      const float2 lse = pair_of(facts().rows.lse, n);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[n][i] = exp2_fast(fmaf(scores[n][i], multiplier, -(i % 2 == 0 ? lse.x : lse.y)));
-      }
-    }
-  }
-
-  // Overwrites what belongs to hidden scores by 0.
-  __device__ void hide(float (&fragment)[kRowNTiles][4]) const {
-    const std::uint32_t words = shared_address(&facts().words[key_column()]), shift = first_row();
-#pragma unroll
-    for (int key = 0; key < 2; ++key)
-#pragma unroll
-      for (int word = 0; word < Config::kWords; ++word) {
-        // One after another: these loads stay in order, and take less registers.
-        const std::uint32_t shifted =
-            load_shared(words + (key * 8 * Config::kWords + word) * static_cast<std::uint32_t>(sizeof(word))) >> shift;
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-          for (int pair = 0; pair < 2; ++pair) {
-            if ((shifted & (1u << (8 * n + pair))) == 0) fragment[4 * word + n][2 * key + pair] = 0;
-          }
-      }
-  }
-
-  __device__ static void pack_fragments(const float (&fragment)[kRowNTiles][4], Fragments& packed) {
-#pragma unroll
-    for (int n = 0; n < kRowNTiles; ++n) {
-      packed[n / 2][n % 2 * 2] = pack<Element>(fragment[n][0], fragment[n][1]);
-      packed[n / 2][n % 2 * 2 + 1] = pack<Element>(fragment[n][2], fragment[n][3]);
-    }
-  }
-
-  // `gradients` are those of the probabilities and become those of the scores. Where registers are short, from
-  // probabilities as they were rounded for the product.
-  __device__ void make_score_gradients(const Fragments& probabilities, float (&gradients)[kRowNTiles][4]) {
-#pragma unroll
-    for (int n = 0; n < kRowNTiles; ++n) {
-      const float2 delta = pair_of(facts().rows.delta, n);
-#pragma unroll
-      for (int key = 0; key < 2; ++key) {
-        float2 pair = {scores[n][2 * key], scores[n][2 * key + 1]};
-        if constexpr (Config::kUnpacksProbabilities) pair = unpack<Element>(probabilities[n / 2][n % 2 * 2 + key]);
-        gradients[n][2 * key] = pair.x * (gradients[n][2 * key] - delta.x);
-        gradients[n][2 * key + 1] = pair.y * (gradients[n][2 * key + 1] - delta.y);
-      }
-    }
-    if (!has(Facts::kFull)) hide(gradients);
-    if (has(Facts::kSumsKeyBias)) add_key_bias_gradients(gradients);
-  }
-
-  // For the product with keys, which reads them as kTileKeys rows, and panels of 64 of the step's rows as columns.
-  __device__ void store_score_gradients(const Fragments& packed) const {
-    // Matrices 0 and 1 of a fragment are neighbouring keys, 2 and 3 the next eight rows.
-    const int matrix = lane() / 8, row = lane() % 8;
-    const std::uint32_t target =
-        score_gradients(number()) + (Config::kConsumerKeys * group + warp() * 16 + matrix % 2 * 8 + row) * 128;
-#pragma unroll
-    for (int depth = 0; depth < kRowNTiles / 2; ++depth) {
-      store_matrices(target + depth / 4 * kKeyPanel + ((depth % 4 * 2 + matrix / 2) ^ row) * 16, packed[depth]);
-    }
-    fence_async_proxy();
-    __syncwarp();
-    if (lane() == 0) arrive(score_gradients_full(number()));
-  }
-
-  // ---- Results
-
-  // Adds a step's query gradients in the order of the registers, so that neighbouring threads add to neighbouring
-  // addresses (query_gradients.cu reads them).
-  __device__ void add_query_gradients(const float (&dqueries)[kQueryNTiles][4], int tile) const {
-    if (block.params.dquery_sums == nullptr) return;
-    const int first_n = group * kQueryNTiles;
-    float* target = block.params.dquery_sums + static_cast<std::int64_t>(tile) * (kTileRows * kHeadDim) +
-                    (first_n * kWarpGroup + thread() % kWarpGroup) * 4;
-#pragma unroll
-    for (int n = 0; n < kQueryNTiles; ++n) {
-      if (kHeadDim % 64 != 0 && first_n + n >= kDimNTiles) break;
-      const float(&four)[4] = dqueries[n];
-      add_to_global(target + n * kWarpGroup * 4, four[0], four[1], four[2], four[3]);
-    }
-  }
-
-  __device__ void add_key_bias_gradients(const float (&gradients)[kRowNTiles][4]) {
-#pragma unroll
-    for (int n = 0; n < kRowNTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) key_bias_gradient[i / 2] += gradients[n][i];
-  }
-
-  // Adds what steps of `head`, or of several heads with the same bias, have left in registers to global memory.
-  __device__ void flush_key_bias_gradients(int head) {
-    const BackwardParams& params = rare_params();
-    const KeyBlock& keys = block.shared.block;
-    float* sums = params.dbias_sums + keys.color * params.bias_color_stride + params.dbias.offset(keys.batch, head);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum = key_bias_gradient[i];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      key_bias_gradient[i] = 0;
-      const std::int32_t key = block.shared.key[key_column() + 8 * i];
-      if (lane() % 4 == 0 && key >= 0) atomicAdd(sums + key * params.dbias.key_stride, sum);
-    }
-  }
-
-  __device__ void store_results() const {
-    const BackwardParams& params = block.params;
-    const KeyBlock& keys = block.shared.block;
-    const int first_key = Config::kConsumerKeys * group + warp() * 16;
-    if (!keys.stores) {
-      const std::int64_t color = keys.color * params.key_color_stride;
-      const auto add = [&](const auto& gradient, float* sums, float factor) {
-        add_to_sums<kHeadDim>(gradient, params, keys, block.shared.key, first_key, 0, sums + color, factor);
-      };
-      if (params.wants_dkey) add(dkeys, params.dkey_sums, params.score.scale);
-      if (params.wants_dvalue) add(dvalues, params.dvalue_sums, 1);
-      return;
-    }
-    if (params.wants_dkey) store(dkeys, params.dkey, params.score.scale);
-    if (params.wants_dvalue) store(dvalues, params.dvalue, 1);
-  }
-
-  __device__ void store(const float (&gradient)[1][kDimNTiles][4], const TokenView& target, float factor) const {
-    const BackwardParams& params = block.params;
-    const KeyBlock& keys = block.shared.block;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = keys.tile * Config::kTileKeys + key_column() + 8 * i;
-      auto* row = static_cast<std::uint16_t*>(target.data) + keys.batch * target.batch_stride +
-                  keys.key_head * target.head_stride + key * target.token_stride;
-#pragma unroll
-      for (int first = 0; first < kDimNTiles; first += 4) {
-        std::uint32_t words[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float* pair = pair_at(gradient, i, first + n);
-          words[n] = pack<Element>(pair[0] * factor, pair[1] * factor);
-        }
-        transpose_quad(words);
-        if (key < params.keys) store_piece(row, first + lane() % 4, words, params.head_dim, params.aligned);
-      }
-    }
-  }
-
-  // ---- Steps
-
-  // Once it is there. The mark is read by one lane and handed out by a reduction, so that the compiler knows it, and
-  // the stage that products read, to be the same in all lanes.
-  __device__ void wait_for_step(int stage, std::uint32_t parity) {
-    wait(shared_address(&block.shared.steps.full[stage]), parity);
-    mark = __reduce_or_sync(~0u, lane() == 0 ? block.shared.facts[stage].mark : 0);
-  }
-  __device__ void wait_for_next_step() {
-    const bool wraps = stage() == kStages - 1;
-    const std::uint32_t parity = has(Facts::kOddRound) ? 1 : 0;
-    wait_for_step(wraps ? 0 : stage() + 1, wraps ? parity ^ 1 : parity);
-  }
-
-  // Of the step whose products have all ended.
-  __device__ void release(int stage) const {
-    __syncwarp();
-    if (lane() == 0) arrive(shared_address(&block.shared.steps.empty[stage]));
-  }
+  __device__ explicit BackwardConsumer(Block& block) : steps(block) {}
 
   __device__ void run() {
     clear(dkeys);
     clear(dvalues);
     settle(dkeys[0]);  // cleared before products begin
     settle(dvalues[0]);
-    wait_for_step(0, 0);
-    wait(shared_address(&block.shared.keys_full), 0);
+    steps.wait_for_step(0, 0);
+    wait(shared_address(&steps.block.shared.keys_full), 0);
     fence_async_proxy();  // keys were not copied by the products' proxy
-    if (has(Facts::kExists)) {
+    if (steps.has(Facts::kExists)) {
       run_steps();
-    } else if (!block.shared.block.stores) {
+    } else if (!steps.stores()) {
       return;  // nothing to add
     }
     store_results();
   }
 
+  __device__ void store_results() const {
+    const BackwardParams& params = steps.block.params;
+    if (!steps.stores()) {
+      if (params.wants_dkey) steps.add_up(dkeys, params.dkey_sums, params.score.scale);
+      if (params.wants_dvalue) steps.add_up(dvalues, params.dvalue_sums, 1);
+      return;
+    }
+    if (params.wants_dkey) steps.store(dkeys, params.dkey, params.score.scale);
+    if (params.wants_dvalue) steps.store(dvalues, params.dvalue, 1);
+  }
+
   // One consumer at a time begins a block of products: those of gradients of queries and keys and, where turns are
   // long, of the next step's scores and their gradients. The other makes probabilities and gradients of scores
   // meanwhile.
-  __device__ void take_turn() const { sync_named_barrier(kTurnBarrier + group, Config::kConsumers * kWarpGroup); }
+  __device__ void take_turn() const { sync_named_barrier(kTurnBarrier + steps.group, Config::kConsumers * kWarpGroup); }
   __device__ void pass_turn() const {
-    arrive_named_barrier(kTurnBarrier + (group + 1) % Config::kConsumers, Config::kConsumers * kWarpGroup);
+    arrive_named_barrier(kTurnBarrier + (steps.group + 1) % Config::kConsumers, Config::kConsumers * kWarpGroup);
   }
 
   // All steps; the first one exists. Gradients of queries are computed a step late: those of scores, which they take
   // from both consumers, have then been there for a while, and neither has to wait for the other.
   __device__ void run_steps() {
-    if (lane() == 0) head() = facts().head;
+    if (steps.lane() == 0) steps.head() = steps.facts().head;
     __syncwarp();
     int tile = -1;  // of the step before
-    if (group == Config::kConsumers - 1) pass_turn();
-    multiply(scores, block.keys, queries());
+    if (steps.group == Config::kConsumers - 1) pass_turn();
+    steps.multiply(steps.scores, steps.block.keys, steps.queries());
 #pragma unroll 1
     while (true) {
-      mark = __reduce_or_sync(~0u, mark);  // as in wait_for_step: the compiler forgets it from one round to the next
-      if (has(Facts::kStartsHead)) start_head();
+      // As in wait_for_step: the compiler forgets it from one round to the next.
+      steps.mark = __reduce_or_sync(~0u, steps.mark);
+      if (steps.has(Facts::kStartsHead)) steps.start_head();
       float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
-      multiply(gradients, block.values, output_gradients());
+      steps.multiply(gradients, steps.block.values, steps.output_gradients());
       if (Config::kLongTurns && tile >= 0) pass_turn();
       wgmma_wait<1>();
-      settle(scores);
+      settle(steps.scores);
       Fragments probabilities, packed;
-      make_probabilities(probabilities);
-      add_products(dvalues, probabilities, output_gradients());
+      steps.make_probabilities(probabilities);
+      steps.add_products(dvalues, probabilities, steps.output_gradients());
       wgmma_wait<1>();
       settle(gradients);
-      make_score_gradients(probabilities, gradients);
-      pack_fragments(gradients, packed);
-      wait_for_score_gradients();
-      store_score_gradients(packed);
+      steps.make_score_gradients(probabilities, gradients);
+      steps.pack_fragments(gradients, packed);
+      steps.wait_for_score_gradients(steps.last_number());
+      steps.store_score_gradients(packed);
       take_turn();
-      multiply_score_gradients(score_gradients(last_number()), dqueries);
-      add_products(dkeys, packed, queries());
+      steps.multiply_score_gradients(steps.score_gradients(steps.last_number()), steps.group, dqueries);
+      steps.add_products(dkeys, packed, steps.queries());
       if (!Config::kLongTurns) pass_turn();
-      const int own_tile = facts().tile, own_stage = stage();
-      if (Config::kAsksEarly) wait_for_next_step();
+      const int own_tile = steps.facts().tile, own_stage = steps.stage();
+      if (Config::kAsksEarly) steps.wait_for_next_step();
       wgmma_wait<1>();
       settle(dqueries);
-      if (tile >= 0) add_query_gradients(dqueries, tile);
+      if (tile >= 0) steps.add_query_gradients(dqueries, steps.group, tile);
       tile = own_tile;
       wgmma_wait<0>();
-      release(own_stage);
-      if (!Config::kAsksEarly) wait_for_next_step();
-      if (!has(Facts::kExists)) break;
-      multiply(scores, block.keys, queries());
+      steps.release(own_stage);
+      if (!Config::kAsksEarly) steps.wait_for_next_step();
+      if (!steps.has(Facts::kExists)) break;
+      steps.multiply(steps.scores, steps.block.keys, steps.queries());
     }
     if (Config::kLongTurns) pass_turn();
     add_last_query_gradients(tile);
-    if (group == 0) take_turn();  // that is left over: no barrier may be left with threads that have arrived
-    if (has(Facts::kSumsKeyBias)) flush_key_bias_gradients(head());
+    if (steps.group == 0) take_turn();  // that is left over: no barrier may be left with threads that have arrived
+    if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
   }
 
   __device__ void add_last_query_gradients(int tile) {
     float dqueries[kQueryNTiles][4];
-    wait_for_score_gradients();
-    multiply_score_gradients(score_gradients(last_number()), dqueries);
+    steps.wait_for_score_gradients(steps.last_number());
+    steps.multiply_score_gradients(steps.score_gradients(steps.last_number()), steps.group, dqueries);
     wgmma_wait<0>();
     settle(dqueries);
     settle(dkeys[0]);
     settle(dvalues[0]);
-    add_query_gradients(dqueries, tile);
-  }
-
-  __device__ void make_probabilities(Fragments& packed) {
-    if (has(Facts::kTransforms)) make_scores();
-    if (has(Facts::kLargeRows)) subtract_large_rows();
-    exponentiate();
-    if (!has(Facts::kFull)) hide(scores);
-    pack_fragments(scores, packed);
-  }
-
-  // Of the steps that are added up in key_bias_gradient.
-  __device__ int& head() const { return block.shared.heads[4 * group + warp()]; }
-
-  __device__ void start_head() {
-    const BroadcastView& dbias = rare_params().dbias;
-    const int batch = block.shared.block.batch, next = facts().head;
-    if (has(Facts::kSumsKeyBias) && dbias.offset(batch, head()) != dbias.offset(batch, next)) {
-      flush_key_bias_gradients(head());
-    }
-    __syncwarp();
-    if (lane() == 0) head() = next;
-    if (has(Facts::kBiased)) read_key_bias();
+    steps.add_query_gradients(dqueries, steps.group, tile);
   }
 };
 

@@ -1,6 +1,6 @@
 // The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family. The forward is left to
 // other families above head dim 128 with a softcap, or a bias that differs by row and does not come in boxes; the
-// backward above head dim 128, with a softcap, or a bias that differs by row.
+// backward with a softcap, or a bias that differs by row.
 #include "cuda/attention/backward_call.h"
 #include "cuda/attention/call.h"
 #include "cuda/kernel_family.h"

@@ -88,7 +88,7 @@ struct ForwardBlock {
         shared.keys.init(1, kConsumers);
         shared.values.init(1, kConsumers);
         if constexpr (Config::kBiasStages > 0) {
-          shared.biases.init(1, kConsumers * ForwardConsumer<ForwardBlock>::kBiasReleases);
+          shared.biases.init(kStagesKeyBias ? 32 : 1, kConsumers * ForwardConsumer<ForwardBlock>::kBiasReleases);
         }
         shared.ring.init(4 * kConsumers + (stages_key_bias() ? 1 : 0));
       }
@@ -269,8 +269,7 @@ struct ForwardBlock {
           const int column = 32 * i + lane;
           if (column < kTileKeys) store_shared(target + 4 * column, __float_as_uint(share[i]));
         }
-        __syncwarp();
-        if (lane == 0) arrive(shared_address(&shared.biases.full[at.stage]));
+        arrive(shared_address(&shared.biases.full[at.stage]));
         at.advance();
       }
       taker.release();

@@ -1,0 +1,204 @@
+// A consumer of the sm90 backward for wide heads: both consumers own all keys of the block, of which a gradient as wide
+// as the head fills one's registers. Consumer 0 makes probabilities and adds up the gradients of values; consumer 1
+// takes the probabilities, makes gradients of scores of them and adds up those of keys. Each adds some columns of
+// queries' gradients to global memory.
+//
+// Who may write what when follows from the barriers of one step, so that places need none of their own to be empty:
+// consumer 0 stores probabilities once all gradients of the last step's scores are stored, and so its probabilities
+// read; consumer 1 stores gradients of scores, in one of two places by turns, once it has the step's probabilities:
+// consumer 0 has stored these after its products with what was in that place, and has waited before for the warps of
+// consumer 1 to be done with theirs.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/sm90/backward_steps.cuh"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+
+template <typename Block>
+struct SplitBackwardConsumer {
+  using Steps = BackwardSteps<Block>;
+  using Config = typename Steps::Config;
+  using Facts = typename Steps::Facts;
+  using Fragments = typename Steps::Fragments;
+  static constexpr int kRowNTiles = Steps::kRowNTiles, kDimNTiles = Steps::kDimNTiles,
+                       kQueryNTiles = Steps::kQueryNTiles;
+
+  // The columns of queries' gradients come in panels, of which consumer 0 makes the first ones.
+  static constexpr int kPanels = Config::kPanels, kFirstPanels = (kPanels + 1) / 2;
+
+  Steps steps;
+  float sums[1][kDimNTiles][4];  // dvalue or dkey
+
+  __device__ explicit SplitBackwardConsumer(Block& block) : steps(block) {}
+
+  template <bool kOwnsValues>
+  __device__ void run() {
+    clear(sums);
+    settle(sums[0]);  // cleared before products begin
+    steps.wait_for_step(0, 0);
+    wait(shared_address(&steps.block.shared.keys_full), 0);
+    fence_async_proxy();  // keys were not copied by the products' proxy
+    const bool any = steps.has(Facts::kExists);
+    if (!any && !steps.stores()) return;  // nothing to add
+    const BackwardParams& params = steps.block.params;
+    if constexpr (kOwnsValues) {
+      if (any) add_up_values();
+      if (params.wants_dvalue) store_or_add(params.dvalue, params.dvalue_sums, 1);
+    } else {
+      if (any) add_up_keys();
+      if (params.wants_dkey) store_or_add(params.dkey, params.dkey_sums, params.score.scale);
+    }
+  }
+
+  __device__ void store_or_add(const TokenView& target, float* target_sums, float factor) const {
+    if (steps.stores()) {
+      steps.store(sums, target, factor);
+    } else {
+      steps.add_up(sums, target_sums, factor);
+    }
+  }
+
+  // ---- Probabilities, on their way from consumer 0 to 1: packed, in the order of the registers
+
+  __device__ std::uint32_t probabilities_at(int depth) const {
+    return steps.anew(steps.block.probabilities) + (depth * kWarpGroup + steps.thread() % kWarpGroup) * 16;
+  }
+  __device__ std::uint32_t probabilities_full() const { return shared_address(&steps.block.shared.probabilities_full); }
+
+  __device__ void store_probabilities(const Fragments& probabilities) const {
+#pragma unroll
+    for (int depth = 0; depth < kRowNTiles / 2; ++depth) store_shared_16(probabilities_at(depth), probabilities[depth]);
+    arrive(probabilities_full());
+  }
+
+  __device__ void take_probabilities(Fragments& probabilities) const {
+    wait(probabilities_full(), steps.number() % 2);
+#pragma unroll
+    for (int depth = 0; depth < kRowNTiles / 2; ++depth) load_shared_16(probabilities[depth], probabilities_at(depth));
+  }
+
+  // ---- Gradients of queries: panel `part` of those of a step
+
+  template <bool kReuses = false>
+  __device__ void begin_query_gradients(std::uint32_t step, int part, float (&dqueries)[kQueryNTiles][4]) const {
+    steps.template multiply_score_gradients<kReuses>(steps.score_gradients(step), part, dqueries);
+  }
+
+  // ---- Steps; the first one exists
+
+  // Gradients of queries come a step late: those of scores, which consumer 1 makes, have then been there for a while.
+  // Behind the last step the next one's scores are computed, too: from whatever is there, and for nobody.
+  __device__ void add_up_values() {
+    static_assert(kFirstPanels == 2);
+    float dqueries[kQueryNTiles][4];
+    int last_tile = -1;  // of the step before
+    steps.multiply(steps.scores, steps.block.keys, steps.queries());
+    // Read before sums are sent to memory, behind which it would wait.
+    float2 lse[kRowNTiles];
+    read_lse(lse);
+    wgmma_wait<0>();
+    settle(steps.scores);
+#pragma unroll 1
+    do {
+      // As in wait_for_step: the compiler forgets it from one round to the next.
+      steps.mark = __reduce_or_sync(~0u, steps.mark);
+      if (steps.has(Facts::kStartsHead) && steps.has(Facts::kBiased)) steps.read_key_bias();
+      Fragments probabilities;
+      steps.make_probabilities(probabilities, [&](int n) { return lse[n]; });
+      steps.wait_for_score_gradients(steps.last_number());
+      store_probabilities(probabilities);
+      begin_query_gradients(steps.last_number(), 0, dqueries);
+      steps.add_products(sums, probabilities, steps.output_gradients());
+      const int own_tile = steps.facts().tile, own_stage = steps.stage();
+      wgmma_wait<1>();
+      settle(dqueries);
+      if (last_tile >= 0) steps.add_query_gradients(dqueries, 0, last_tile);
+      begin_query_gradients<true>(steps.last_number(), 1, dqueries);
+      wgmma_wait<1>();
+      settle(sums[0]);
+      steps.release(own_stage);
+      steps.wait_for_next_step();
+      steps.multiply(steps.scores, steps.block.keys, steps.queries());
+      wgmma_wait<1>();
+      settle(dqueries);
+      read_lse(lse);
+      if (last_tile >= 0) steps.add_query_gradients(dqueries, 1, last_tile);
+      last_tile = own_tile;
+      wgmma_wait<0>();
+      settle(steps.scores);
+    } while (steps.has(Facts::kExists));
+    steps.wait_for_score_gradients(steps.last_number());
+    add_last_query_gradients(0, last_tile);
+    add_last_query_gradients(1, last_tile);
+  }
+
+  __device__ void read_lse(float2 (&lse)[kRowNTiles]) const {
+#pragma unroll
+    for (int n = 0; n < kRowNTiles; ++n) lse[n] = steps.pair_of(steps.facts().rows.lse, n);
+  }
+
+  __device__ void add_last_query_gradients(int part, int tile) {
+    float dqueries[kQueryNTiles][4];
+    begin_query_gradients(steps.last_number(), part, dqueries);
+    wgmma_wait<0>();
+    settle(dqueries);
+    settle(sums[0]);
+    steps.add_query_gradients(dqueries, part, tile);
+  }
+
+  __device__ void add_up_keys() {
+    if (steps.lane() == 0) steps.head() = steps.facts().head;
+    __syncwarp();
+    float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
+    steps.multiply(gradients, steps.block.values, steps.output_gradients());
+    wgmma_wait<0>();
+    settle(gradients);
+#pragma unroll 1
+    do {
+      steps.mark = __reduce_or_sync(~0u, steps.mark);
+      if (steps.has(Facts::kStartsHead)) start_head();
+      Fragments probabilities, packed;
+      take_probabilities(probabilities);
+      steps.make_score_gradients(probabilities, gradients);
+      steps.pack_fragments(gradients, packed);
+      steps.store_score_gradients(packed);
+      steps.add_products(sums, packed, steps.queries());
+      const int own_tile = steps.facts().tile, own_stage = steps.stage();
+      steps.wait_for_score_gradients(steps.number());  // of the other warps
+      begin_query_gradients(steps.number(), kFirstPanels, dqueries);
+      wgmma_wait<1>();
+      settle(sums[0]);
+      steps.release(own_stage);
+      steps.wait_for_next_step();
+      steps.multiply(gradients, steps.block.values, steps.output_gradients());
+      wgmma_wait<1>();
+      settle(dqueries);
+      steps.add_query_gradients(dqueries, kFirstPanels, own_tile);
+      if constexpr (kPanels > kFirstPanels + 1) {
+        begin_query_gradients<true>(steps.last_number(), kFirstPanels + 1, dqueries);
+        wgmma_wait<0>();
+        settle(dqueries);
+        steps.add_query_gradients(dqueries, kFirstPanels + 1, own_tile);
+      } else {
+        wgmma_wait<0>();
+      }
+      settle(gradients);
+    } while (steps.has(Facts::kExists));
+    if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
+  }
+
+  // Consumer 1 has no need of biases.
+  __device__ void start_head() {
+    const BroadcastView& dbias = steps.rare_params().dbias;
+    const int batch = steps.block.shared.block.batch, next = steps.facts().head;
+    if (steps.has(Facts::kSumsKeyBias) && dbias.offset(batch, steps.head()) != dbias.offset(batch, next)) {
+      steps.flush_key_bias_gradients(steps.head());
+    }
+    __syncwarp();
+    if (steps.lane() == 0) steps.head() = next;
+  }
+};
+
+}  // namespace flash_dmattn::internal::cuda::sm90
