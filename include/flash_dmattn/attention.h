@@ -63,7 +63,7 @@ struct AttentionInputs {
   TensorView bias{};
   // Optional (H), T or float32, any stride: a score without a key that every row of a query head has in its softmax
   // sum. out shrinks accordingly, lse leaves it out. -inf changes nothing, NaN and +inf make rows NaN; a row that sees
-  // no key stays 0. Not on CUDA, where out * sigmoid(lse - sink) is the same.
+  // no key stays 0.
   TensorView sink{};
   Visibility visibility{};
 };

@@ -4,6 +4,7 @@
 
 #include "cuda/attention/call.h"
 #include "cuda/attention/gradient_passes.h"
+#include "cuda/attention/row_facts.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -14,7 +15,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.dout = problem.dout;
   params.row_facts = scratch.row_facts;
   params.row_flags = scratch.row_flags;
-  params.row_stats = static_cast<const RowStats*>(problem.row_stats);
+  params.row_stats = problem.sink.defined() ? scratch.row_stats : static_cast<const RowStats*>(problem.row_stats);
   params.row_tile = scratch.tiles.rows;
   params.dquery_sums = scratch.dquery_sums;
   params.dquery = problem.dquery;
@@ -85,6 +86,9 @@ void launch_results(const BackwardProblem& problem, const BackwardScratch& scrat
     return launch_key_gradients(problem, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums, scratch.stored,
                                 stream);
   });
+  if (scratch.sink_parts != nullptr) {
+    launches->then([&] { return launch_sink_gradients(problem, scratch.sink_parts, stream); });
+  }
   if (scratch.bias_sums == BiasSums::kByHead) {
     launches->then([&] { return launch_reduced_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
   } else if (scratch.bias_sums == BiasSums::kRounded) {
@@ -115,7 +119,15 @@ Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const Backwa
   const BackwardParams params = backward_params(problem, gpu, scratch);
   log_call(kernels.family, kernels.variant, "backward", problem, plan_kind(scratch.prepared));
   launches.then([&] { return clear(scratch.row_flags, scratch.cleared_bytes, stream); })
-      .then([&] { return launch_row_facts(problem, scratch.tiles.rows, scratch.row_facts, scratch.row_flags, stream); })
+      .then([&] {
+        const RowPass pass = {.row_tile = scratch.tiles.rows,
+                              .facts = scratch.row_facts,
+                              .flags = scratch.row_flags,
+                              .natural = params.score.natural,
+                              .stats = scratch.row_stats,
+                              .sink_parts = scratch.sink_parts};
+        return launch_row_facts(problem, pass, stream);
+      })
       .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); })
       .then([&] { return clear_key_sums(problem, scratch, stream); });
   launch_key_passes(problem, scratch, kernels, params, &launches);

@@ -24,6 +24,9 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   const std::int64_t padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
   const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);
   row_facts = arena->take<RowFacts>(2 * row_count);
+  const auto own_rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.rows);
+  if (problem.sink.defined() && problem.row_stats != nullptr) row_stats = arena->take<RowStats>(own_rows);
+  if (problem.dsink.defined()) sink_parts = arena->take<float>(own_rows);
   // A line for the flags and the sums after it, to be cleared in one go.
   constexpr std::size_t kLineFloats = kLineBytes / sizeof(float);
   const bool wants_dquery_sums = problem.dquery.defined() && !deterministic;

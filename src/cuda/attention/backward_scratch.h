@@ -30,6 +30,8 @@ struct BackwardScratch {
   BackwardTiles tiles = {};
   RowFacts* row_facts = nullptr;
   RowFlags* row_flags = nullptr;  // they and dquery_sums are cleared_bytes
+  RowStats* row_stats = nullptr;  // with a sink: as in RowPass
+  float* sink_parts = nullptr;    // likewise
   float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
   std::uint8_t* stored = nullptr;  // as in BackwardParams
   std::int32_t* order = nullptr;   // as in BlockOrder

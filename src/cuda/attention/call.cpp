@@ -43,6 +43,7 @@ ForwardParams forward_params(const ForwardProblem& problem, const Gpu& gpu, cons
   params.out = problem.out;
   params.lse = static_cast<float*>(problem.lse);
   params.row_stats = static_cast<RowStats*>(problem.row_stats);
+  params.sink = problem.sink;
   params.aligned = params.aligned && is_aligned(problem.out);
   return params;
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "cuda/attention/head_dims.h"
-#include "cuda/attention/large_rows.cuh"
 #include "cuda/attention/tokens.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 
@@ -18,97 +17,6 @@ constexpr int kThreads = 256;
 unsigned blocks_for(std::int64_t threads) {
   constexpr std::int64_t kMost = 1 << 20;  // kernels below stride over what is left
   return static_cast<unsigned>(std::clamp<std::int64_t>((threads + kThreads - 1) / kThreads, 1, kMost));
-}
-
-template <typename Element>
-__device__ float to_float(std::uint16_t bits) {
-  return static_cast<float>(*reinterpret_cast<const Element*>(&bits));
-}
-
-// A row is read by kLanes neighbouring lanes.
-template <typename Element, int kLanes, typename Index>
-__global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem, std::int64_t padded_rows,
-                                 int row_tile, RowFacts* facts, RowFlags* flags) {
-  const std::int64_t rows = problem.batch * padded_rows * problem.heads;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads / kLanes;
-  // All lanes of a warp make the same number of rounds, so that they can trade their parts.
-  const std::int64_t warp_first = first - (threadIdx.x % 32) / kLanes;
-  for (std::int64_t round = 0; warp_first + round < rows; round += step) {
-    const std::int64_t index = first + round;
-    // Divisions of 64 bits would take longer than everything else.
-    const auto position = static_cast<Index>(index), heads = static_cast<Index>(problem.heads);
-    const std::int64_t head = position % heads;
-    const std::int64_t row = position / heads % static_cast<Index>(padded_rows);
-    const std::int64_t batch = position / heads / static_cast<Index>(padded_rows);
-    const bool exists = index < rows && row < problem.rows;
-    float lse = -INFINITY;
-    if (exists) lse = static_cast<const float*>(problem.lse)[(batch * problem.heads + head) * problem.rows + row];
-    const bool sees = lse != -INFINITY;
-    const auto at = [&](const TokenView& tokens) {
-      return static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + row * tokens.token_stride +
-             head * tokens.head_stride;
-    };
-    const std::uint16_t *out = at(problem.out), *dout = at(problem.dout);
-    float sum = 0;
-    const bool aligned = problem.head_dim % 8 == 0 && reinterpret_cast<std::uintptr_t>(out) % 16 == 0 &&
-                         reinterpret_cast<std::uintptr_t>(dout) % 16 == 0;
-    for (int column = lane * 8; sees && column < problem.head_dim; column += kLanes * 8) {
-      if (aligned) {
-        const uint4 a = *reinterpret_cast<const uint4*>(out + column),
-                    b = *reinterpret_cast<const uint4*>(dout + column);
-        const std::uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          sum += to_float<Element>(static_cast<std::uint16_t>(left[word])) *
-                 to_float<Element>(static_cast<std::uint16_t>(right[word]));
-          sum += to_float<Element>(static_cast<std::uint16_t>(left[word] >> 16)) *
-                 to_float<Element>(static_cast<std::uint16_t>(right[word] >> 16));
-        }
-      } else {
-        for (int element = column; element < min(column + 8, static_cast<int>(problem.head_dim)); ++element) {
-          sum += to_float<Element>(out[element]) * to_float<Element>(dout[element]);
-        }
-      }
-    }
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    if (lane != 0 || index >= rows) continue;
-    if (sees && problem.dlse != nullptr) {
-      sum -= static_cast<const float*>(problem.dlse)[batch * problem.dlse_batch_stride +
-                                                     head * problem.dlse_head_stride + row * problem.dlse_row_stride];
-    }
-    const float lse_log2 = sees ? row_fact_of_lse(lse, problem.row_stats != nullptr) : INFINITY;
-    if (is_large_row(lse_log2)) flags->has_large_row = 1;
-    if (exists && !sees) flags->has_unseen_row = 1;
-    RowFacts* fact = facts + 2 * (batch * problem.heads + head) * padded_rows + row_fact(row, row_tile);
-    fact[0] = lse_log2;
-    fact[row_tile] = sees ? sum : 0;
-  }
-}
-
-template <typename Element>
-cudaError_t row_facts_of(const BackwardProblem& problem, int row_tile, RowFacts* facts, RowFlags* flags,
-                         cudaStream_t stream) {
-  const std::int64_t padded_rows = (problem.rows + row_tile - 1) / row_tile * row_tile;
-  const std::int64_t rows = problem.batch * padded_rows * problem.heads;
-  const auto launch = [&](auto small, auto large, int lanes) {
-    // A round past the last row is computed too, and must not wrap around.
-    (rows < 1ll << 31 ? small : large)<<<blocks_for(rows * lanes), kThreads, 0, stream>>>(problem, padded_rows,
-                                                                                          row_tile, facts, flags);
-    return cudaGetLastError();
-  };
-  using Small = std::uint32_t;
-  using Large = std::uint64_t;
-  if (problem.head_dim <= 32)
-    return launch(row_facts_kernel<Element, 4, Small>, row_facts_kernel<Element, 4, Large>, 4);
-  if (problem.head_dim <= 64)
-    return launch(row_facts_kernel<Element, 8, Small>, row_facts_kernel<Element, 8, Large>, 8);
-  if (problem.head_dim <= 128) {
-    return launch(row_facts_kernel<Element, 16, Small>, row_facts_kernel<Element, 16, Large>, 16);
-  }
-  return launch(row_facts_kernel<Element, 32, Small>, row_facts_kernel<Element, 32, Large>, 32);
 }
 
 // Sums of dK and dV, and what they are rounded to. A block takes `slab` keys of one head.
@@ -225,16 +133,6 @@ __global__ void reduce_bias_kernel(const __grid_constant__ BackwardProblem probl
   }
   result[index] = static_cast<Element>(sum);
 }
-
-}  // namespace
-
-cudaError_t launch_row_facts(const BackwardProblem& problem, int row_tile, RowFacts* facts, RowFlags* flags,
-                             cudaStream_t stream) {
-  return problem.dtype == DType::kBFloat16 ? row_facts_of<__nv_bfloat16>(problem, row_tile, facts, flags, stream)
-                                           : row_facts_of<__half>(problem, row_tile, facts, flags, stream);
-}
-
-namespace {
 
 KeySums key_sums_of(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
                     std::uint8_t* stored) {

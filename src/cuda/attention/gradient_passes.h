@@ -1,5 +1,5 @@
-// What surrounds the kernels of every backward, whichever family they are of: facts of rows before them, and after them
-// the rounding of sums into gradients. Every launcher returns the launch's error.
+// What surrounds the kernels of every backward, whichever family they are of, beside the first pass (row_facts.h):
+// sums are cleared before them and rounded to gradients after them. Every launcher returns the launch's error.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,9 +10,6 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Fills facts of tiles of `row_tile` rows and sets *flags, which were 0.
-cudaError_t launch_row_facts(const BackwardProblem& problem, int row_tile, RowFacts* facts, RowFlags* flags,
-                             cudaStream_t stream);
 // Clears fp32 sums of keys, (colors, B, Sk, Hkv, bucket) or null, of heads for which some chunk of the plan has a list.
 // `stored` (B, Hkv) says of which heads none has.
 cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, int colors, float* dkey_sums,

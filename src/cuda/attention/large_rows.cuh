@@ -8,21 +8,10 @@
 
 #include "cuda/attention/fragments.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/row_facts.cuh"
 #include "cuda/attention/softmax.cuh"
 
 namespace flash_dmattn::internal::cuda {
-
-// Marks a large row, in RowFacts, in place of its lse. It is a zero, since exponents subtract it from scores that
-// subtract_large_lse has made relative before; and a negative one, to differ from a true lse of 0, which is stored as
-// +0.
-constexpr float kLargeRow = -0.0f;
-
-__device__ inline bool is_large_row(float lse_log2) { return __float_as_uint(lse_log2) == __float_as_uint(kLargeRow); }
-
-__device__ inline float row_fact_of_lse(float lse, bool has_stats) {
-  const float lse_log2 = kLog2E * lse;
-  return has_stats && fabsf(lse_log2) >= kLargeScore && isfinite(lse) ? kLargeRow : lse_log2 + 0.0f;
-}
 
 // The lse of a large row. Scores become their distances from it.
 class LargeLse {

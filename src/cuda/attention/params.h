@@ -18,6 +18,10 @@ constexpr std::size_t kLeastSharedBytes = 99 * 1024;
 constexpr std::size_t kWideSharedBytes = 227 * 1024;
 constexpr bool is_narrow(std::size_t shared_limit) { return shared_limit < kWideSharedBytes; }
 
+// From natural units to those of log2, in which exponents are, and back.
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
 // How scores are made from products.
 struct ScoreRule {
   // Whether scores are made before the softmax: with a softcap, a bias, or a scale that is not positive or of unusual
@@ -82,12 +86,14 @@ struct ForwardParams : AttentionParams {
   TokenView out;                  // (B, Sq, H, D) contiguous
   float* lse = nullptr;           // (B, H, Sq) contiguous
   RowStats* row_stats = nullptr;  // likewise; null: not wanted
+  HeadView sink;                  // of out alone, lse and row_stats leave it out; data null: none
 };
 
 // What the backward knows of rows, (B, H, tiles of rows, 2, rows of a tile): of every tile first what lse says of its
 // rows, in units of log2: +inf for a row that sees no key or does not exist, so that its probabilities come out as 0,
 // and kLargeRow where the lse is large (large_rows.cuh). Then each row's delta, the sum over D of dout * out, less
-// dlse; 0 for a row without keys.
+// dlse; 0 for a row without keys. With a sink both are what they have to be for probabilities that the sink has a part
+// of (row_facts.cu).
 using RowFacts = float;
 // Where the facts of a row begin, of rows padded to whole tiles; its delta comes `row_tile` later.
 constexpr std::int64_t row_fact(std::int64_t row, int row_tile) { return row / row_tile * row_tile + row; }
@@ -105,7 +111,8 @@ struct RowFlags {
 struct BackwardParams : AttentionParams {
   TokenView dout;
   const RowFacts* row_facts = nullptr;  // of tiles of row_tile rows
-  const RowStats* row_stats = nullptr;  // (B, H, Sq) contiguous, read where lse is large; null: no row counts as large
+  // (B, H, Sq) contiguous, the sink in the sum; read where lse is large; null: no row counts as large.
+  const RowStats* row_stats = nullptr;
   const RowFlags* row_flags = nullptr;
   std::int32_t row_tile = 0;
   float* dquery_sums = nullptr;  // (B, H, row tiles, tile in the order of the kernel's registers); null: not wanted

@@ -12,9 +12,6 @@
 
 namespace flash_dmattn::internal::cuda {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
 // tanh of x / (2 log2(e)). Four at a time, which the instructions' fixed order keeps apart: interleaved with others
 // they would take registers that the kernels do not have. 1 - 2 / (2^x + 1) is within 2^-22 of the true value
 // (tanh.approx within 2^-11 only); near 0, where 2^-22 is a large part of tanh, Taylor's series is used.

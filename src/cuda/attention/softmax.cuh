@@ -8,6 +8,7 @@
 
 #include "cuda/attention/fragments.cuh"
 #include "cuda/attention/scores.cuh"
+#include "cuda/attention/sinks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 
 namespace flash_dmattn::internal::cuda {
@@ -221,6 +222,21 @@ __device__ inline void store_row_facts(const ForwardParams& params, std::int64_t
   const float log_sum = empty ? 0 : kLn2 * log2f(sum);
   params.lse[index] = empty ? -INFINITY : __fmul_rn(true_max, params.score.natural) + log_sum;
   if (params.row_stats != nullptr) params.row_stats[index] = make_float2(true_max, log_sum);
+}
+
+// What the sink, if there is one, adds to the `unrounded` sum of a row's probabilities. Of no meaning for a row without
+// keys.
+template <typename Element>
+__device__ inline float sink_part(const ForwardParams& params, int head, float true_max) {
+  if (!params.sink.defined()) return 0;
+  return sink_weight(load_sink<Element>(params.sink, head), __fmul_rn(true_max, params.score.natural));
+}
+
+// The sum with that part, where `sum` is not `unrounded`.
+template <typename Element>
+__device__ inline float sum_with_sink(const ForwardParams& params, int head, float true_max, float sum) {
+  if (!params.sink.defined()) return sum;
+  return sum + __fdividef(sink_part<Element>(params, head, true_max), unrounded(params.score, true_max));
 }
 
 // Whether one of the thread's rows has to be computed again, in the way of shift_huge_row. A row that was huge for a

@@ -16,8 +16,11 @@ __device__ inline float weight_of(const ScoreRule& rule, float highest, float to
   return highest == -INFINITY ? 0.0f : exp2_fast(2 * HalfProduct(rule, total_highest).distance(rule, highest));
 }
 
-__device__ inline float inverse_sum(float2 total) {
-  return total.x == -INFINITY && total.y == 0 ? 0.0f : 1.0f / total.y;
+// What a row's sums are multiplied by to be its result; total: the facts of the whole row.
+template <typename Element>
+__device__ inline float inverse_sum(const DecodeParams& params, int head, float2 total) {
+  if (total.x == -INFINITY && total.y == 0) return 0;
+  return 1.0f / (total.y + sink_part<Element>(params, head, total.x));
 }
 
 template <typename Element>
@@ -96,9 +99,10 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   const int row = static_cast<int>(result % params.rows);
   const int head = static_cast<int>(result / params.rows % params.heads);
   const int batch = static_cast<int>(result / params.rows / params.heads);
+  const float inverse = inverse_sum<Element>(params, head, total.facts);
 #pragma unroll
   for (int j = 0; j < total.kColumns; ++j) {
-    store_result<Element>(params, batch, head, row, j * 32 + lane, total.sums[j] * inverse_sum(total.facts));
+    store_result<Element>(params, batch, head, row, j * 32 + lane, total.sums[j] * inverse);
   }
   if (lane == 0) store_row_facts(params, result, total.facts.x, total.facts.y);
 }

@@ -289,6 +289,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
     }
   }
   float2* totals = facts + Config::kWarps * kDecodeRows;
+  float* inverses = reinterpret_cast<float*>(totals + kDecodeRows);
   if (thread < kDecodeRows) {
     float2 total = make_float2(total_highest(thread), 0);
 #pragma unroll
@@ -297,6 +298,8 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
       total.y += part.y * weight_of(params.score, part.x, total.x);
     }
     totals[thread] = total;
+    // Rows past the block's last have no head.
+    if (thread < own.block.count) inverses[thread] = inverse_sum<Element>(params, own.block.head(thread), total);
   }
   __syncthreads();
   for (int index = thread; index < own.block.count * kHeadDim; index += Config::kThreads) {
@@ -307,7 +310,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
     for (int w = 0; w < Config::kWarps; ++w) sum += all_sums[(w * kDecodeRows + m) * Config::kSumsPitch + column];
     const std::int64_t result = (static_cast<std::int64_t>(own.block.batch) * params.heads + head) * params.rows + row;
     if (params.splits == 1) {
-      store_result<Element>(params, own.block.batch, head, row, column, sum * inverse_sum(totals[m]));
+      store_result<Element>(params, own.block.batch, head, row, column, sum * inverses[m]);
       if (column == 0) store_row_facts(params, result, totals[m].x, totals[m].y);
     } else {
       params.partial_sums[(result * params.splits + own.block.split) * kHeadDim + column] = sum;

@@ -74,10 +74,6 @@ Status check_problem(const AttentionProblem& problem) {
     return Status::invalid("value", "must have query's head dim on CUDA",
                            "Dv " + std::to_string(problem.value_dim) + ", D " + std::to_string(problem.head_dim));
   }
-  if (problem.sink.defined()) {
-    return Status::invalid("sink", "must be left to the caller on CUDA, as out * sigmoid(lse - sink)",
-                           "a sink of " + std::to_string(problem.heads) + " heads");
-  }
   return check_blocks(problem);
 }
 

@@ -256,7 +256,7 @@ struct ForwardBlock {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const bool empty = row_max[i] == -INFINITY && sum == 0;
-      const float inverse = empty ? 0.0f : 1.0f / sum;
+      const float inverse = empty ? 0.0f : 1.0f / sum_with_sink<Element>(params, head, row_max[i], sum);
       const int row = first_row + origin.row_of(i);
       if (lane % 4 == 0 && row < params.rows) {
         const std::int64_t index = (static_cast<std::int64_t>(batch) * params.heads + head) * params.rows + row;

@@ -127,10 +127,16 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   return launches.status();
 }
 
+// Gradients of scores are made of probabilities as they were rounded for dV. With a sink these are small where the
+// keys' share of the sum is, too small for float16, while the gradient by lse has to come out whole.
+bool rounds_shares_away(const BackwardProblem& problem) {
+  return problem.sink.defined() && problem.dlse != nullptr && problem.dtype == DType::kFloat16;
+}
+
 bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
   const int bucket = bucket_of(problem.head_dim);
   return gpu.capability == 90 && sm90::has_backward(bucket) && problem.keys > 0 && problem.softcap == 0 &&
-         is_per_key(problem.bias) && is_per_key(problem.dbias) &&
+         is_per_key(problem.bias) && is_per_key(problem.dbias) && !rounds_shares_away(problem) &&
          sm90::has_tensor_map(problem.query, problem.batch, problem.rows, problem.heads) &&
          sm90::has_tensor_map(problem.dout, problem.batch, problem.rows, problem.heads) &&
          // Rows are copied in pieces of 8 columns, too.

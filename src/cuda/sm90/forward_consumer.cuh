@@ -511,7 +511,7 @@ struct ForwardConsumer {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const bool empty = row_max[i] == -INFINITY && sum == 0;
-      const float inverse = empty ? 0.0f : 1.0f / sum;
+      const float inverse = empty ? 0.0f : 1.0f / sum_with_sink<Element>(params, head, row_max[i], sum);
       const int row = row_of(i), lane = thread() % 32;
       const bool exists = row < params.rows;
       if (lane % 4 == 0 && exists) {
