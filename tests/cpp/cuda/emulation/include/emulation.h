@@ -2,12 +2,15 @@
 // every file that is emulated (cuda_runtime_api.h says what that is).
 #pragma once
 
+#include <math.h>
+
 #include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
 #include "cuda_runtime_api.h"
+#include "vector_types.h"
 
 #define CUDA_EMULATION
 #define __global__
@@ -196,9 +199,6 @@ constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
 
-struct alignas(8) uint2 {
-  std::uint32_t x, y;
-};
-struct alignas(16) uint4 {
-  std::uint32_t x, y, z, w;
-};
+inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __expf(float x) { return expf(x); }

@@ -1,0 +1,15 @@
+// In place of the CUDA toolkit's: what kernels here use of it.
+#pragma once
+
+#include <cstdint>
+
+struct alignas(8) uint2 {
+  std::uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  std::uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
