@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 
 from . import _log, _ranking, _vmap
 from ._device_plan import plan_size
-from ._sinks import with_sink
 from ._visibility import Visibility, argument_names, flatten, leading_tensors, unflatten, visibility_fields
 
 _LIBRARY_FILE = Path(__file__).parent / "_C" / "libflash_dmattn_torch.so"
@@ -132,7 +131,7 @@ def attention_forward(
     Args:
         visibility: if it has no plan, one is made here on a GPU if a backward may follow, which then uses it, too; a
             forward alone is as fast without.
-        sink: (H), query's dtype or float32; on a GPU it is added outside the operator.
+        sink: (H), query's dtype or float32.
 
     Returns:
         out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq) in float32 (float64 with float64), and row_stats
@@ -145,13 +144,6 @@ def attention_forward(
     check_devices(_FORWARD_TENSORS, arguments[: len(_FORWARD_TENSORS)])
     if forward_ad._current_level >= 0:
         _refuse_tangents(query=query, key=key, value=value, bias=bias, sink=sink)
-    if sink is not None and query.is_cuda:
-        _check_sink(sink, query)
-        _log.debug("sink on a GPU: added to out behind the kernels")
-        out, lse, row_stats = attention_forward(
-            query, key, value, bias, None, visibility, scale, softcap, deterministic
-        )
-        return with_sink(out, lse, sink[:, None]), lse, row_stats
     differentiable = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -206,18 +198,6 @@ def _log_call(
         ", causal" if visibility.is_causal else "",
         plan,
     )
-
-
-def _check_sink(sink: Tensor, query: Tensor) -> None:
-    """The library's own rules, where it is not given the sink."""
-    if sink.dim() != 1:
-        raise ValueError(f"sink must have 1 dimension; got sink {tuple(sink.shape)}")
-    is_cast = torch.is_autocast_enabled(query.device.type) and sink.dtype in (torch.float16, torch.bfloat16)
-    if sink.dtype not in (query.dtype, torch.float32) and not is_cast:
-        sink_dtype, dtype = (str(tensor.dtype).removeprefix("torch.") for tensor in (sink, query))
-        raise ValueError(f"sink must have query's dtype or float32; got sink {sink_dtype}, query {dtype}")
-    if query.dim() == 4 and sink.shape[0] != query.shape[2]:
-        raise ValueError(f"sink must have the shape (H) = ({query.shape[2]}); got sink ({sink.shape[0]})")
 
 
 def attention_plan(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:

@@ -1,5 +1,5 @@
-"""Sinks in torch operations, from what attention without them returns: where its kernels take none, which are those of
-GPUs, and under vmap. A sink is a score without a key in each row's softmax sum; docs/semantics.md says what that means.
+"""Sinks in torch operations, from what attention without them returns: under vmap, where every mapped element may have
+its own. A sink is a score without a key in each row's softmax sum; docs/semantics.md says what that means.
 
 Here a sink has any shape that broadcasts to that of lse, (..., H, Sq).
 """

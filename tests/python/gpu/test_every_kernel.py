@@ -80,6 +80,20 @@ def test_biases(dtype: torch.dtype, head_dim: int, planned: bool, form: str, sof
     assert_right(case)
 
 
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("rows, keys", [(3, 600), (270, 257)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_sinks(dtype: torch.dtype, head_dim: int, rows: int, keys: int, planned: bool) -> None:
+    """Few rows and many."""
+    with on_cpu:
+        options = {"seqlens_k": torch.tensor([keys, 140], dtype=torch.int32), "is_causal": True}
+        case = make_case(2, 4, 2, rows, keys, head_dim, dtype=dtype, with_sink=True, **options)
+        if planned:
+            case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
+        case = poison_unseen(case)
+    assert_right(case)
+
+
 @pytest.mark.parametrize("form", ["key", "row and key", "transposed", "intervals"])
 def test_masks(form: str) -> None:
     """Both ways to read a mask, lists and ranges, over two chunks of rows."""
@@ -120,7 +134,7 @@ def test_family_of_an_architecture(arch: str, kernels: str) -> None:
     if arch == "sm_90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
     environment = {**os.environ, "FLASH_DMATTN_ARCH": arch, "FLASH_DMATTN_LOG": "1"}
-    chosen = "test_without or test_biases"
+    chosen = "test_without or test_biases or test_sinks"
     if arch != "sm_90":
         chosen += " or test_attention or test_masks"
     arguments = [__file__, "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]

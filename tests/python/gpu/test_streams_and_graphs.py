@@ -199,12 +199,10 @@ def test_tensors_on_different_devices_are_refused() -> None:
 
 
 def test_what_kernels_lack_is_refused_by_name() -> None:
-    """Other head dims of values, which callers pad, and sinks, which `attention` adds outside the operator."""
+    """Other head dims of values, which callers pad."""
     query, value = torch.zeros(1, 3, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 3, 2, 4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="value must have query's head dim on CUDA; got Dv 4, D 8"):
         attention(query, query, value)
-    with pytest.raises(ValueError, match=r"sink must be left to the caller on CUDA, .*; got a sink of 2 heads"):
-        FORWARD(*forward_arguments(query, query, query, sink=torch.zeros(2)))
 
 
 def newest_family() -> str:
