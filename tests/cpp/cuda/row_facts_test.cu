@@ -212,7 +212,7 @@ class Call {
 template <typename Element>
 void expect_right_for_random_calls() {
   Rng rng(7);
-  for (int round = 0; round < rounds(2000); ++round) {
+  for (int round = 0; round < rounds(1000); ++round) {
     Call<Element> call(rng);
     SCOPED_TRACE("round " + std::to_string(round) + ": " + call.name());
     call.run();
