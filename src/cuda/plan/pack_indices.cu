@@ -4,6 +4,7 @@
 
 #include "cuda/launch_blocks.cuh"
 #include "cuda/plan/pack_mask.h"
+#include "cuda/plan/row_list.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/dynamic_shared.cuh"
 
@@ -29,26 +30,6 @@ struct ListShape {
   std::uint32_t* words;                 // (batches, heads, chunks, keys, kChunkWords)
   std::uint32_t* units;                 // (batches, heads, chunks, keys), zeros
 };
-
-// What one row lists.
-struct RowList {
-  const std::int32_t* entries;
-  std::int64_t count, stride;
-};
-
-__device__ inline RowList list_of_row(const IndexViews& indices, std::int64_t batch, std::int64_t head,
-                                      std::int32_t row) {
-  const BroadcastView &entries = indices.entries, &lengths = indices.lengths;
-  std::int64_t count = entries.keys;
-  if (lengths.defined()) {
-    const std::int64_t length =
-        static_cast<const std::int32_t*>(lengths.data)[lengths.offset(batch, head) + row * lengths.row_stride];
-    count = min(max(length, std::int64_t{0}), count);
-  }
-  if (count == 0) return {nullptr, 0, 0};  // lists without entries have no memory
-  return {static_cast<const std::int32_t*>(entries.data) + entries.offset(batch, head) + row * entries.row_stride,
-          count, entries.key_stride};
-}
 
 // Sets bit `bit` of the strip's keys [first_key, first_key + keys) that the row lists. By all lanes of a warp.
 __device__ inline void set_listed_bits(const RowList& list, std::int64_t block_size, std::int32_t first_key,
