@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <deque>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -55,6 +56,8 @@ struct Fiber {
   State state = State::kDone;
   const char* waits_in = "nothing";
   unsigned exchanges = 0;  // that the thread has begun
+  // Groups of copies that are still to do, the last one not yet committed.
+  std::deque<std::vector<std::function<void()>>> copies = {};
 };
 
 struct Warp {
@@ -73,7 +76,7 @@ class Block {
     thread_ = &thread;
     at_barrier_ = 0;
     warps_.assign((threads + kWarpLanes - 1) / kWarpLanes, Warp());
-    for (unsigned i = 0; i < threads; ++i) fibers_[i]->state = State::kReady, fibers_[i]->exchanges = 0;
+    for (unsigned i = 0; i < threads; ++i) start(*fibers_[i]);
     std::vector<unsigned> warps(warps_.size()), lanes(kWarpLanes);
     std::iota(warps.begin(), warps.end(), 0u);
     std::iota(lanes.begin(), lanes.end(), 0u);
@@ -88,6 +91,9 @@ class Block {
     for (unsigned i = 0; i < threads; ++i) {
       if (fibers_[i]->state != State::kDone) {
         fail("block %u: thread %u waits in %s for ever", blockIdx.x, i, fibers_[i]->waits_in);
+      }
+      for (const auto& group : fibers_[i]->copies) {
+        if (!group.empty()) fail("block %u: thread %u has not waited for all copies", blockIdx.x, i);
       }
     }
   }
@@ -112,6 +118,8 @@ class Block {
     return warp.values[turn];
   }
 
+  Fiber& running() { return *fibers_[current_]; }
+
   void barrier() {
     if (++at_barrier_ == threads_) {
       at_barrier_ = 0;
@@ -134,6 +142,12 @@ class Block {
   }
 
   static void run_threads();
+
+  static void start(Fiber& fiber) {
+    fiber.state = State::kReady;
+    fiber.exchanges = 0;
+    fiber.copies.assign(1, {});
+  }
 
   // Whether any lane of the warp could go on.
   bool resume_lanes(unsigned warp, const std::vector<unsigned>& lanes) {
@@ -231,6 +245,22 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
 }  // namespace
 
 const std::uint64_t* exchange(const char* what, std::uint64_t value) { return block().exchange(what, value); }
+
+void copy_in_background(std::function<void()> copy) {
+  static std::mt19937 chance;
+  if (chance() % 2 == 0) return copy();
+  block().running().copies.back().push_back(std::move(copy));
+}
+
+void commit_copies() { block().running().copies.emplace_back(); }
+
+void wait_copies(int pending) {
+  auto& groups = block().running().copies;
+  while (groups.size() > static_cast<std::size_t>(pending) + 1) {
+    for (const auto& copy : groups.front()) copy();
+    groups.pop_front();
+  }
+}
 
 void* dynamic_shared_memory() { return shared_memory().data(); }
 

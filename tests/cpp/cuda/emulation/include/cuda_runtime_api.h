@@ -1,6 +1,6 @@
-// CUDA without a GPU: kernels that use neither tensor cores nor asynchronous copies, compiled by the C++ compiler and
-// run on the CPU, so that their logic is tested everywhere and under AddressSanitizer. This stands in for the CUDA
-// toolkit's header of the same name; emulation.h is what kernels see beside it.
+// CUDA without a GPU: kernels that use nothing that only Hopper has, compiled by the C++ compiler and run on the CPU,
+// so that their logic is tested everywhere and under AddressSanitizer. This stands in for the CUDA toolkit's header of
+// the same name; emulation.h is what kernels see beside it.
 //
 // Blocks run one after another, in an order of chance. Each thread of a block is a fiber: it runs until it meets a
 // __syncthreads or a function of its warp, and the one that goes on then is chosen by chance, too, so that a missing
@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <functional>
 #include <tuple>
+
+#include "vector_types.h"
 
 enum cudaError_t {
   cudaSuccess,

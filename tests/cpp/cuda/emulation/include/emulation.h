@@ -5,9 +5,11 @@
 #include <math.h>
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 
 #include "cuda_runtime_api.h"
 #include "vector_types.h"
@@ -17,6 +19,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
@@ -33,6 +36,10 @@ constexpr int kWarpLanes = 32;
 // next call.
 const std::uint64_t* exchange(const char* what, std::uint64_t value);
 void* dynamic_shared_memory();
+// A thread's copies in groups, as cp.async has them.
+void copy_in_background(std::function<void()> copy);
+void commit_copies();
+void wait_copies(int pending);
 [[noreturn]] void fail(const char* format, ...);
 
 inline int lane() { return static_cast<int>(threadIdx.x % kWarpLanes); }
@@ -200,5 +207,8 @@ constexpr T max(T a, T b) {
 }
 
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __expf(float x) { return expf(x); }
+using std::isfinite;

@@ -1,4 +1,4 @@
-// In place of the CUDA toolkit's: what kernels here use of it.
+// In place of the CUDA toolkit's header of the same name.
 #pragma once
 
 #include <cstdint>
@@ -13,3 +13,4 @@ struct alignas(8) float2 {
   float x, y;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) { return {x, y, z, w}; }
