@@ -55,13 +55,18 @@ struct DecodeParams : ForwardParams {
   std::int32_t row_tiles = 1;         // blocks that divide the rows of a key head
   std::int32_t splits = 1;            // blocks that divide the keys
   std::int32_t window = kMostWindow;  // keys a warp looks through at once, a multiple of kLaneKeys
+  // Lists of keys per row (key_union.cuh); not defined: none.
+  IndexViews indices;
+  bool list_by_row = false, list_by_head = false;  // whether query rows, and heads of a group, have lists of their own
+  std::int32_t entry_threads = 1;                  // threads that share an entry's keys: 1, 2, 4, ... 32
   // What each split leaves, if there are several.
   float* partial_sums = nullptr;    // (B, H, Sq, splits, bucket): probabilities times values
   float2* partial_facts = nullptr;  // (B, H, Sq, splits): the highest score, the sum of probabilities
 };
 
 // `params` with the rest filled in. `workspace`: decode_partial_bytes.
-DecodeParams decode_params(const ForwardParams& params, std::int32_t splits, void* workspace);
+DecodeParams decode_params(const ForwardParams& params, const IndexViews& indices, std::int32_t splits,
+                           void* workspace);
 std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim);
 
 // One unit of compilation for each element type. Enqueues the kernels of one problem.

@@ -23,33 +23,65 @@ constexpr std::int64_t kLeastKeys = 256;
 constexpr std::int64_t kMostDistinctEntries = 4;
 // A split of fewer keys is not worth the sums that it leaves.
 constexpr std::int64_t kLeastSplitKeys = 256;
+// Entries that a block's rows list together: it reads all of them, most of them for other blocks' sake.
+constexpr std::int64_t kMostListEntries = 1 << 16;
 // What a block costs beside its keys, in keys: where all are read, and where a mask or intervals hide most of them
 // (measured with 2048 of 65536 kept, on an H200).
 constexpr std::int64_t kDenseBlockCost = 256, kListedBlockCost = 2048;
+// Of lists nothing has been measured yet: a split has a tile for each warp, and reading an entry takes a small part of
+// what fetching a key does.
+constexpr std::int64_t kLeastListedKeys = 64, kEntriesPerKey = 256;
 constexpr std::int64_t kMostRounds = 4;          // of blocks on all multiprocessors
 constexpr std::int64_t kBlocksPerProcessor = 3;  // of DecodeConfig
 
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// The number of splits for which the last block ends first, were all blocks of one round equally fast.
-std::int32_t split_count(std::int64_t batch, std::int64_t key_heads, std::int64_t group_rows, std::int64_t keys,
-                         bool listed, int processors) {
-  const std::int64_t blocks = std::max<std::int64_t>(batch * key_heads * divide_up(group_rows, kDecodeRows), 1);
-  const std::int64_t slots = std::max<std::int64_t>(kBlocksPerProcessor * processors, 1);
-  const std::int64_t least = std::max<std::int64_t>(divide_up(keys, kMostSplitKeys - kShareUnit), 1);
-  const std::int64_t most = std::max(std::min(keys / kLeastSplitKeys, divide_up(kMostRounds * slots, blocks)), least);
-  std::int64_t best = least, best_cost = 0;
-  for (std::int64_t splits = least; splits <= most; ++splits) {
-    const std::int64_t block_cost = divide_up(keys, splits) + (listed ? kListedBlockCost : kDenseBlockCost);
-    const std::int64_t cost = divide_up(blocks * splits, slots) * block_cost;
-    if (splits == least || cost < best_cost) best = splits, best_cost = cost;
-  }
-  return static_cast<std::int32_t>(best);
-}
-
 // Whether rows of a key head read different entries.
 bool differs_by_head(const BroadcastView& view, std::int64_t group) {
   return view.defined() && view.head_stride != 0 && view.head_divisor < group;
+}
+bool lists_differ_by_head(const IndexViews& indices, std::int64_t group) {
+  return differs_by_head(indices.entries, group) || differs_by_head(indices.lengths, group);
+}
+bool lists_differ_by_row(const IndexViews& indices, std::int64_t rows) { return rows > 1 && indices.differ_by_row(); }
+
+// Entries of all lists that a block reads, at most.
+std::int64_t list_entries(const IndexViews& indices, std::int64_t rows, std::int64_t group) {
+  const std::int64_t lists =
+      (lists_differ_by_row(indices, rows) ? rows : 1) * (lists_differ_by_head(indices, group) ? group : 1);
+  return std::min<std::int64_t>(lists, kDecodeRows) * indices.entries.keys;
+}
+
+// What decides about the number of splits.
+struct SplitRule {
+  std::int64_t batch, key_heads, rows, group, keys;
+  bool is_masked;  // by a mask or intervals
+  const IndexViews& indices;
+};
+
+// The number of splits for which the last block ends first, were all blocks of one round equally fast.
+std::int32_t split_count(const SplitRule& rule, int processors) {
+  std::int64_t keys = rule.keys, cost_beside = rule.is_masked ? kListedBlockCost : kDenseBlockCost;
+  std::int64_t least = std::max<std::int64_t>(divide_up(keys, kMostSplitKeys - kShareUnit), 1);
+  std::int64_t least_keys = kLeastSplitKeys;
+  if (rule.indices.defined()) {
+    const std::int64_t entries = list_entries(rule.indices, rule.rows, rule.group);
+    const std::int64_t most_entries = divide_up(keys, rule.indices.block_size);
+    keys = std::min(std::min(entries, most_entries) * rule.indices.block_size, keys);
+    cost_beside = kDenseBlockCost + entries / kEntriesPerKey;
+    least = 1;  // a split of listed keys may be of any length
+    least_keys = kLeastListedKeys;
+  }
+  const std::int64_t row_tiles = divide_up(rule.rows * rule.group, kDecodeRows);
+  const std::int64_t blocks = std::max<std::int64_t>(rule.batch * rule.key_heads * row_tiles, 1);
+  const std::int64_t slots = std::max<std::int64_t>(kBlocksPerProcessor * processors, 1);
+  const std::int64_t most = std::max(std::min(keys / least_keys, divide_up(kMostRounds * slots, blocks)), least);
+  std::int64_t best = least, best_cost = 0;
+  for (std::int64_t splits = least; splits <= most; ++splits) {
+    const std::int64_t cost = divide_up(blocks * splits, slots) * (divide_up(keys, splits) + cost_beside);
+    if (splits == least || cost < best_cost) best = splits, best_cost = cost;
+  }
+  return static_cast<std::int32_t>(best);
 }
 
 }  // namespace
@@ -59,9 +91,11 @@ bool decode_applies(const AttentionProblem& problem) {
     const std::int64_t of_rows = view.row_stride != 0 ? problem.rows : 1;
     return of_rows * (differs_by_head(view, problem.group()) ? problem.group() : 1) <= kMostDistinctEntries;
   };
-  return problem.rows <= kMostRows && problem.keys >= kLeastKeys && !problem.visibility.indices.defined() &&
-         few_entries(problem.visibility.mask) && few_entries(problem.visibility.intervals.begin) &&
-         few_entries(problem.visibility.intervals.end);
+  if (problem.rows > kMostRows || problem.keys < kLeastKeys) return false;
+  const VisibilityViews& views = problem.visibility;
+  // With lists a mask or intervals are asked for listed keys alone.
+  if (views.indices.defined()) return list_entries(views.indices, problem.rows, problem.group()) <= kMostListEntries;
+  return few_entries(views.mask) && few_entries(views.intervals.begin) && few_entries(views.intervals.end);
 }
 
 std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim) {
@@ -74,20 +108,29 @@ std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int 
 }
 
 std::size_t decode_workspace(const AttentionProblem& problem, int processors) {
-  const bool listed = problem.visibility.mask.defined() || problem.visibility.intervals.defined();
+  const VisibilityViews& views = problem.visibility;
   const std::int32_t splits =
-      split_count(problem.batch, problem.key_heads, problem.rows * problem.group(), problem.keys, listed, processors);
+      split_count({problem.batch, problem.key_heads, problem.rows, problem.group(), problem.keys,
+                   views.mask.defined() || views.intervals.defined(), views.indices},
+                  processors);
   return decode_partial_bytes(problem.batch * problem.heads * problem.rows, splits, static_cast<int>(problem.head_dim));
 }
 
-DecodeParams decode_params(const ForwardParams& params, std::int32_t splits, void* workspace) {
+DecodeParams decode_params(const ForwardParams& params, const IndexViews& indices, std::int32_t splits,
+                           void* workspace) {
   DecodeParams decode;
   static_cast<ForwardParams&>(decode) = params;
+  decode.indices = indices;
+  decode.list_by_row = lists_differ_by_row(indices, params.rows);
+  decode.list_by_head = lists_differ_by_head(indices, params.group);
+  // Threads go over an entry's keys in words of 32.
+  while (decode.entry_threads < 32 && decode.entry_threads * 32 < indices.block_size) decode.entry_threads *= 2;
   const Visibility& visibility = params.visibility;
   const bool by_row =
       params.rows > 1 && (visibility.is_causal || visibility.begin.defined() || params.mask.row_stride != 0);
-  decode.uniform = !by_row && !differs_by_head(params.mask, params.group) &&
-                   !differs_by_head(visibility.begin, params.group) && !differs_by_head(visibility.end, params.group);
+  decode.uniform = !by_row && !decode.list_by_row && !decode.list_by_head &&
+                   !differs_by_head(params.mask, params.group) && !differs_by_head(visibility.begin, params.group) &&
+                   !differs_by_head(visibility.end, params.group);
   decode.by_bytes =
       decode.uniform && !visibility.begin.defined() && (!params.mask.defined() || params.mask.key_stride == 1);
   decode.row_tiles = static_cast<std::int32_t>(divide_up(std::int64_t{params.rows} * params.group, kDecodeRows));
@@ -110,12 +153,12 @@ DecodeParams decode_params(const ForwardParams& params, std::int32_t splits, voi
   return decode;
 }
 
-cudaError_t launch_decode(const ForwardParams& params, DType dtype, int processors, void* workspace,
-                          cudaStream_t stream) {
-  const bool listed = params.mask.defined() || params.visibility.begin.defined();
-  const std::int32_t splits = split_count(params.batch, params.key_heads, std::int64_t{params.rows} * params.group,
-                                          params.keys, listed, processors);
-  const DecodeParams decode = decode_params(params, splits, workspace);
+cudaError_t launch_decode(const ForwardParams& params, const IndexViews& indices, DType dtype, int processors,
+                          void* workspace, cudaStream_t stream) {
+  const std::int32_t splits = split_count({params.batch, params.key_heads, params.rows, params.group, params.keys,
+                                           params.mask.defined() || params.visibility.begin.defined(), indices},
+                                          processors);
+  const DecodeParams decode = decode_params(params, indices, splits, workspace);
   const auto launch = [&](auto element) {
     using Element = decltype(element);
     return with_bucket(params.head_dim,

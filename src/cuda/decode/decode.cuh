@@ -3,7 +3,8 @@
 // All heads of a group and all query rows are the rows of one product, so that keys and values are read once. A block
 // owns a part of the keys (a split) and each of its warps a share of that: it lists the keys that some row sees,
 // gathers them by cp.async into tiles of its own, two ahead, and keeps sums of its own. The warps' sums are put
-// together at the end, those of the splits by a second kernel.
+// together at the end, those of the splits by a second kernel. Where rows have lists of keys, a split is a part of the
+// keys that are listed, and what precedes the tiles is a kernel of its own (decode_lists_kernel).
 #pragma once
 
 #include "cuda/attention/fragments.cuh"
@@ -14,7 +15,10 @@
 #include "cuda/decode/combine.cuh"
 #include "cuda/decode/config.h"
 #include "cuda/decode/key_list.cuh"
+#include "cuda/decode/key_union.cuh"
+#include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -26,7 +30,6 @@ struct DecodeWarp {
   static constexpr int kNTiles = kTileKeys / 8;  // columns of a score fragment
   static constexpr int kDimNTiles = kHeadDim / 8;
   static constexpr int kDepths = kHeadDim / 16;
-  using List = KeyList<kTileKeys, Config::kWarps>;
   // A warp's 32 lanes divide the rows of a tile like this: a few neighbours (128 bytes at a time) take a row.
   static constexpr int kLanesPerRow = Tile::kPieces % 8 == 0 ? 8 : 4;
   static constexpr int kRowsAtOnce = 32 / kLanesPerRow;
@@ -46,17 +49,22 @@ struct DecodeWarp {
   __device__ DecodeWarp(const DecodeParams& params, const DecodeBlock& block, unsigned char* shared)
       : params(params), block(block), lane(static_cast<int>(threadIdx.x) % 32) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
+    find_first_key();
+    tiles = shared_address(shared) + static_cast<std::uint32_t>(warp * (Config::kTilesBytes / Config::kWarps));
+    query_tile.address = shared_address(shared) + static_cast<std::uint32_t>(Config::kTilesBytes);
+    clear(accumulators);
+    row_max[0] = row_max[1] = -INFINITY;
+    row_sum[0] = row_sum[1] = 0;
+  }
+
+  // Where block.begin, from which listed keys count, lies.
+  __device__ void find_first_key() {
     const auto base_of = [&](const TokenView& tokens) {
       return static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
              block.key_head * tokens.head_stride + block.begin * tokens.token_stride;
     };
     key_base = base_of(params.key);
     value_base = base_of(params.value);
-    tiles = shared_address(shared) + static_cast<std::uint32_t>(warp * (Config::kTilesBytes / Config::kWarps));
-    query_tile.address = shared_address(shared) + static_cast<std::uint32_t>(Config::kTilesBytes);
-    clear(accumulators);
-    row_max[0] = row_max[1] = -INFINITY;
-    row_sum[0] = row_sum[1] = 0;
   }
 
   __device__ Tile key_tile(int stage) const { return {tiles + stage * 2 * static_cast<int>(Config::kTileBytes)}; }
@@ -208,6 +216,7 @@ struct DecodeWarp {
 
   // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are
   // under way when a group is waited for.
+  template <typename List>
   __device__ void run(List& list) {
     const auto load_keys = [&](int stage, ListedKey keys) {
       if (__shfl_sync(~0u, keys, 0) != 0) load_tile(key_tile(stage), key_base, params.key, keys);
@@ -350,19 +359,43 @@ template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig<kHeadDim>::kBlocksPerProcessor)
     decode_kernel(const __grid_constant__ DecodeParams params) {
   using Config = DecodeConfig<kHeadDim>;
-  using Warp = DecodeWarp<Element, kHeadDim>;
-  extern __shared__ __align__(128) unsigned char shared[];
+  using List = KeyList<Config::kTileKeys, Config::kWarps>;
+  auto* shared = dynamic_shared<unsigned char>();
   __shared__ DecodeBlock block;
   if (threadIdx.x == 0) block = block_of(params, blockIdx.x);
   __syncthreads();
   auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
   // Made first, since it starts to read the mask.
-  typename Warp::List::MaskBytes first_bytes;
-  typename Warp::List list(params, block, lists + threadIdx.x / 32 * Config::kListKeys, first_bytes);
-  Warp own(params, block, shared);
+  typename List::MaskBytes first_bytes;
+  List list(params, block, lists + threadIdx.x / 32 * Config::kListKeys, first_bytes);
+  DecodeWarp<Element, kHeadDim> own(params, block, shared);
   own.load_queries();
   list.start(first_bytes);
   own.run(list);
+  merge_warps(own, shared, reinterpret_cast<float2*>(lists));
+}
+
+// The same for rows with lists of keys. What finds the keys has the tiles' memory meanwhile.
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig<kHeadDim>::kBlocksPerProcessor)
+    decode_lists_kernel(const __grid_constant__ DecodeParams params) {
+  using Config = DecodeConfig<kHeadDim>;
+  using Union = KeyUnion<kHeadDim>;
+  auto* shared = dynamic_shared<unsigned char>();
+  __shared__ DecodeBlock block;
+  __shared__ typename Union::State state;
+  if (threadIdx.x == 0) block = block_of(params, blockIdx.x);
+  __syncthreads();
+  auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
+  DecodeWarp<Element, kHeadDim> own(params, block, shared);
+  own.load_queries();
+  Union keys(params, block, state, shared, lists);
+  while (keys.find_next()) {
+    own.find_first_key();
+    typename Union::List list = keys.list_of_warp();
+    own.run(list);
+  }
+  wait_copies<0>();  // of queries, if no key was found
   merge_warps(own, shared, reinterpret_cast<float2*>(lists));
 }
 
@@ -371,16 +404,10 @@ cudaError_t launch_decode_kernels(const DecodeParams& params, cudaStream_t strea
   using Config = DecodeConfig<kHeadDim>;
   const std::int64_t blocks = std::int64_t{params.batch} * params.key_heads * params.row_tiles * params.splits;
   const std::int64_t results = std::int64_t{params.batch} * params.heads * params.rows;
-  if (blocks > 0x7fffffff || results > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  auto* kernel = decode_kernel<Element, kHeadDim>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(Config::kSharedBytes));
-  if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, Config::kSharedBytes, stream>>>(params);
-  if (const cudaError_t launched = cudaGetLastError(); launched != cudaSuccess || params.splits == 1) return launched;
-  combine_kernel<Element, kHeadDim><<<static_cast<unsigned>(results), 32 * kCombineWarps, 0, stream>>>(params);
-  return cudaGetLastError();
+  auto* kernel = params.indices.defined() ? decode_lists_kernel<Element, kHeadDim> : decode_kernel<Element, kHeadDim>;
+  const cudaError_t error = launch_blocks(kernel, {blocks, Config::kThreads, Config::kSharedBytes}, stream, params);
+  if (error != cudaSuccess || params.splits == 1) return error;
+  return launch_blocks(combine_kernel<Element, kHeadDim>, {results, 32 * kCombineWarps}, stream, params);
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -12,16 +12,19 @@
 namespace flash_dmattn::internal::cuda {
 
 // Whether a problem (not empty, of a 16-bit type) has few rows and many keys: at most 16 query rows, at least 256 keys,
-// and no mask or interval that differs by more than 4 rows and heads of a group. From shapes and strides alone.
+// and no mask or interval that differs by more than 4 rows and heads of a group. With lists of keys per row masks and
+// intervals may be any, but the lists that a block reads have to be short: 65536 entries in all. From shapes and
+// strides alone.
 bool decode_applies(const AttentionProblem& problem);
 
 // Bytes of workspace (aligned to 64), from shapes alone. `processors`: multiprocessors of the device.
 std::size_t decode_workspace(const AttentionProblem& problem, int processors);
 
 // Enqueues the kernels of a problem to which decode_applies. `params` needs no plan, and neither key_mask nor packed
-// words: the mask of any form is params.mask. `dtype`: of query, key, value and out. `processors` as for
-// decode_workspace. Returns launch errors only and never waits. Repeated runs give identical bits.
-cudaError_t launch_decode(const ForwardParams& params, DType dtype, int processors, void* workspace,
-                          cudaStream_t stream);
+// words: the mask of any form is params.mask. `indices`: lists of keys per row, or not defined. `dtype`: of query, key,
+// value and out. `processors` as for decode_workspace. Returns launch errors only and never waits. Repeated runs give
+// identical bits.
+cudaError_t launch_decode(const ForwardParams& params, const IndexViews& indices, DType dtype, int processors,
+                          void* workspace, cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

@@ -17,8 +17,10 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   PreparedVisibility prepared;
   prepared.visibility = visibility_of(problem);
   const ForwardParams params = forward_params(problem, gpu, prepared);
-  log_call(kDecodeFamily.name, "", "forward", problem, "few rows: keys split among blocks");
-  return status_of(launch_decode(params, problem.dtype, gpu.processors, workspace, stream));
+  const IndexViews& indices = problem.visibility.indices;
+  log_call(kDecodeFamily.name, "", "forward", problem,
+           indices.defined() ? "few rows: listed keys split among blocks" : "few rows: keys split among blocks");
+  return status_of(launch_decode(params, indices, problem.dtype, gpu.processors, workspace, stream));
 }
 
 }  // namespace
