@@ -42,6 +42,8 @@ for tool in "${tools[@]}"; do
     --gtest_filter='PackMask.*:MakePlan.SmallProblems:MakePlan.NothingToPlan'
   "$sanitizer" "${flags[@]}" "$build/tests/cpp/cuda/cuda_selection_test" --gtest_brief=1 \
     --gtest_filter='SelectionCuda.EveryPathOnce:SelectionCuda.NothingToSelectFrom'
+  "$sanitizer" "${flags[@]}" "$build/tests/cpp/cuda/cuda_decode_test" --gtest_brief=1 \
+    --gtest_filter='DecodeLists.CausalRule:DecodeLists.OrderAndRepeatsDoNotMatter:DecodeLists.LongCaches'
   "$sanitizer" "${flags[@]}" "${PY:-python3}" -m pytest tests/python/gpu/test_every_kernel.py -q -p no:cacheprovider \
     --timeout 1200 -k "bfloat16 or masks"
 done

@@ -27,6 +27,10 @@ TEST(KernelFamilies, FewRowsOverManyKeysAreDecoded) {
   EXPECT_EQ(forward_name(1, 16), "sm80");
   EXPECT_EQ(forward_name(512, 4096), "sm80");
   EXPECT_STREQ(backward_family(problem_of(1, 4096), Gpu()).name, "sm80");
+  BackwardProblem listed = problem_of(16, 4096);
+  listed.visibility.indices.block_size = 1;
+  listed.visibility.indices.entries.keys = 2048;
+  EXPECT_STREQ(forward_family(listed, Gpu()).name, "decode");
 }
 
 // On Hopper, with tensors that the copy engine can address; the memory is only pointed to.
