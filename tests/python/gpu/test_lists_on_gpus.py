@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import assert_same_bits, make_case, run_library
+from cases import assert_same_bits, make_case, poison_unseen, run_library
 from compare import assert_case_close
 from flash_dmattn import KeptKeys, KeyIndices, attention, plan_report, prepare_mask
+from oracle import Case
 from torch import Tensor
 
 pytestmark = pytest.mark.devices("cuda")
@@ -72,6 +73,73 @@ def test_few_rows(rows: int) -> None:
     lists = kept.append_(scores[..., -rows:], torch.full((2,), KEYS - rows, dtype=torch.int32))
     got = run_library(replace(case, mask=lists))
     assert_case_close(replace(case, mask=lists.dense_mask(KEYS)), got, few_elements=True)
+
+
+FEW_ROWS_FORMS = {  # (B or 1, heads or 1, Sq or 1, n), block_size, whether lists have lengths; B 3, H 8, Hkv 2
+    "of_key_heads": ((3, 2, 1, 700), 1, False),
+    "of_heads": ((3, 8, 1, 300), 1, True),
+    "of_rows": ((3, 1, -1, 200), 1, True),
+    "of_rows_and_heads": ((1, 8, -1, 150), 1, False),
+    "one_list": ((1, 1, 1, 900), 1, False),
+    "blocks": ((3, 2, -1, 9), 64, True),
+    "uneven_blocks": ((1, 2, 1, 70), 5, False),
+    "more_entries_than_keys": ((1, 2, -1, 3000), 1, False),
+    "no_entries": ((1, 1, 1, 0), 1, False),
+}
+
+
+def few_rows_lists(form: str, rows: int, keys: int) -> KeyIndices:
+    """Repeats, entries of no key and any order, as they come."""
+    (batch, heads, listed_rows, count), block_size, with_lengths = FEW_ROWS_FORMS[form]
+    shape = (batch, heads, rows if listed_rows == -1 else 1, count)
+    indices = torch.randint(-2, keys // block_size + 3, shape, dtype=torch.int64)
+    lengths = torch.randint(-1, count + 2, shape[:3], dtype=torch.int32) if with_lengths else None
+    return KeyIndices(indices, block_size, lengths)
+
+
+@pytest.mark.parametrize("form", FEW_ROWS_FORMS)
+@pytest.mark.parametrize("rows, head_dim", [(1, 128), (3, 64), (16, 64)])
+def test_few_rows_of_any_form(dtype: torch.dtype, form: str, rows: int, head_dim: int) -> None:
+    """Keys that no list names hold NaN; the causal rule, lengths, a bias and a mask per key beside the lists."""
+    keys = 1300
+    case = make_case(3, 8, 2, rows, keys, head_dim, dtype=dtype, bias=(1, 2, keys))
+    lists = few_rows_lists(form, rows, keys)
+    check_few_rows(case, lists)
+    options = {"is_causal": True, "seqlens_k": torch.tensor([keys, 0, 777], dtype=torch.int32)}
+    case = replace(case, options={**case.options, **options})
+    check_few_rows(case, lists)
+    check_few_rows(case, lists.intersection(torch.rand(3, 1, keys) < 0.7))
+
+
+def check_few_rows(case: Case, lists: KeyIndices) -> None:
+    expected = poison_unseen(replace(case, mask=lists.dense_mask(case.key.shape[1])))
+    got = run_library(replace(expected, mask=lists))
+    assert_case_close(expected, got, few_elements=True)
+    # Without a backward to follow nothing is planned, and nothing changes.
+    assert_same_bits(run_library(replace(expected, mask=lists), needs=()), got)
+
+
+def test_few_rows_over_a_long_cache() -> None:
+    """More keys than a block has bits for."""
+    keys = 300_000
+    case = make_case(1, 4, 2, 2, keys, 64)
+    lists = KeyIndices(torch.randint(-1, keys + 10, (1, 2, 2, 2048)))
+    expected = poison_unseen(replace(case, mask=lists.dense_mask(keys)))
+    assert_case_close(expected, run_library(replace(expected, mask=lists), needs=()), few_elements=True)
+
+
+def test_few_rows_are_captured_and_read_when_replayed() -> None:
+    case = make_case(2, 4, 2, 1, KEYS, 64)
+    inputs = (case.query, case.key, case.value)
+    lists = KeyIndices(torch.randint(0, KEYS, (2, 2, 1, 80), dtype=torch.int32))
+    graph = torch.cuda.CUDAGraph()
+    attention(*inputs, mask=lists)
+    with torch.cuda.graph(graph):
+        captured = attention(*inputs, mask=lists)
+    for _ in range(3):
+        lists.indices.copy_(torch.randint(-1, KEYS + 5, lists.indices.shape, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(captured, attention(*inputs, mask=lists))
 
 
 def test_prepared_reported_compiled_and_captured() -> None:
