@@ -121,8 +121,8 @@ def check_few_rows(case: Case, lists: KeyIndices) -> None:
 
 def test_few_rows_over_a_long_cache() -> None:
     """More keys than a block has bits for."""
-    keys = 300_000
-    case = make_case(1, 4, 2, 2, keys, 64)
+    keys = 140_000
+    case = make_case(1, 4, 2, 2, keys, 32)
     lists = KeyIndices(torch.randint(-1, keys + 10, (1, 2, 2, 2048)))
     expected = poison_unseen(replace(case, mask=lists.dense_mask(keys)))
     assert_case_close(expected, run_library(replace(expected, mask=lists), needs=()), few_elements=True)
