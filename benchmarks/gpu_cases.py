@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from flash_dmattn import KeptKeys, KeyIndices, KeyIntervals, PreparedMask, attention, prepare_mask, select_keys
+from flash_dmattn._library import attention_plan
+from flash_dmattn._visibility import Visibility
 from gpu_common import (
     CUDNN,
     DEVICE,
@@ -376,7 +378,6 @@ def prepass(bench: Bench) -> Iterator[Comparison]:
     """What a call does first with a bool mask, bits and plan: the bytes of the mask and of its bits against the copy of
     this run."""
     problem = DynamicProblem(bench, *MIDDLE)
-    make_plan = torch.ops.flash_dmattn.attention_plan
     mask = problem.select().dense_mask(problem.length)
     layouts = {
         "": mask,
@@ -388,7 +389,7 @@ def prepass(bench: Bench) -> Iterator[Comparison]:
         yield from bench.compare(
             f"bool mask {problem.name}{layout}",
             "share of the copy",
-            lambda given=given: make_plan(problem.query, problem.key, given, None, None, None, False, 0),
+            lambda given=given: attention_plan(problem.query, problem.key, Visibility(mask=given)),
             unit="%",
             amount=100 * mask.nbytes * 9 / 8 / bench.copy_bandwidth,
             least=75.0,

@@ -389,6 +389,7 @@ def _list_shape(indices, scores, new_scores, positions):
 
 _DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")  # in the order of attention_backward's results
 _DIFFERENTIABLE_POSITIONS = tuple(_FORWARD_ARGUMENTS.index(name) for name in _DIFFERENTIABLE)
+_SAVED_SINK = 3 + _FORWARD_ARGUMENTS.index("sink")  # behind the forward's results
 
 
 def _gradients_by_position(gradients: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -412,9 +413,24 @@ def _attention_backward(ctx, dout, dlse, _):
             return _gradients_by_position({})
         dout = torch.zeros_like(saved[0])
     backward = _AttentionBackward.apply if _functorch_is_active() else _backward_op
-    gradients = backward(dout, dlse, *saved, *ctx.options, *needs)
+    if dlse is not None and dout.is_cuda and saved[_SAVED_SINK] is not None:
+        gradients = _backward_in_parts(backward, dout, dlse, saved, ctx.options, needs)
+    else:
+        gradients = backward(dout, dlse, *saved, *ctx.options, *needs)
     wanted = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
     return _gradients_by_position(dict(zip(_DIFFERENTIABLE, wanted, strict=True)))
+
+
+def _backward_in_parts(backward, dout, dlse, saved, options, needs):
+    """The gradients by out and by lse apart. Kernels of GPUs make both from probabilities that the sink has shrunk, and
+    where it leaves the keys a tiny share of the sum, these cannot hold that by lse, which leaves the sink out."""
+    by_out = backward(dout, None, *saved, *options, *needs)
+    without_sink = [*saved[:_SAVED_SINK], None, *saved[_SAVED_SINK + 1 :]]
+    feels_lse = [name not in ("value", "sink") and needed for name, needed in zip(_DIFFERENTIABLE, needs, strict=True)]
+    if not any(feels_lse):
+        return by_out
+    by_lse = backward(torch.zeros_like(dout), dlse, *without_sink, *options, *feels_lse)
+    return [first + second if feels else first for first, second, feels in zip(by_out, by_lse, feels_lse, strict=True)]
 
 
 def _refuse_second_derivative(ctx, *gradients):

@@ -69,7 +69,7 @@ def test_documents() -> None:
     document = torch.tensor([0, 0, 0, 2, 3, 3, 3, 3])  # the second is empty
     expected = document[:, None] == document
     for cu_seqlens in ([0, 3, 3, 4, 8], torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32, device="cpu")):
-        packed = KeyIntervals.documents(cu_seqlens)
+        packed = KeyIntervals.documents(cu_seqlens, device=expected.device)
         assert packed.shape == (1, 1, 8) and torch.equal(packed.dense_mask(8)[0, 0], expected)
     padded = KeyIntervals.documents([0, 3, 3, 4, 8], 10).dense_mask(10)[0, 0]
     assert torch.equal(padded[:8, :8], expected) and not padded[8:].any() and not padded[:, 8:].any()
