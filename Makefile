@@ -73,7 +73,7 @@ run: library  ## train a small language model and let it write (ARGS="--help")
 test: lint test-cpp test-python test-notebooks  ## all that this machine can test
 
 test-cpp: build  ## the C++ tests
-	@ctest --preset $(PRESET)
+	@ctest --preset $(PRESET) --parallel $$(nproc)
 
 test-python: library  ## the Python tests, also on the GPU if there is one (ARGS="-k name"; ARGS="-n 0": one process)
 	@$(PY) -m pytest tests -n 2 --dist loadfile $(ARGS)
@@ -84,7 +84,7 @@ test-notebooks: library  ## run the notebooks of docs/
 test-sanitize: setup  ## C++ tests under AddressSanitizer and UBSan; GPU tests, if there is one, under compute-sanitizer
 	@$(CONFIGURE) --preset sanitize
 	@cmake --build --preset sanitize
-	@ctest --preset sanitize
+	@ctest --preset sanitize --parallel $$(nproc)
 	@if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) --no-print-directory build; fi
 	@PY=$(PY) tools/sanitize_gpu.sh $(BUILD)
 
@@ -138,7 +138,7 @@ check-neon:  ## cross-compile for 64-bit Arm and run the C++ tests in an emulato
 	@tools/setup.sh neon
 	@$(CONFIGURE) --preset neon
 	@cmake --build --preset neon
-	@ctest --preset neon
+	@ctest --preset neon --parallel $$(nproc)
 
 check-sm80: setup  ## compile the kernels for GPUs of compute capability 8.0 and see that none spills registers
 	@$(CONFIGURE) --preset sm80

@@ -13,7 +13,8 @@ FILE is one of benchmarks/results. LAYOUT is one of
     machine                     sentences: machine, versions, command, date, notes
     lines GROUP ...             every line of these cases, as it is
     pairs GROUP ...             a row for each case and dtype: figures of ours and the ratios to others
-    sweep GROUP WHAT SIZE ...   figures of ours and of every other, a row for each value of these sizes
+    peers GROUP WHAT            figures of ours and of every other, a row for each case
+    sweep GROUP WHAT SIZE ...   the same, a row for each value of these sizes
 
 where GROUP is a case of the script as --only names it, WHAT the work of its lines, and SIZE a name of their sizes.
 Words with blanks are quoted, as in a shell. Ratios and figures that miss their aim are bold.
@@ -116,6 +117,18 @@ def pairs(content: dict, *groups: str) -> str:
     return table(("case", "dtype", *columns), rows)
 
 
+def peers(content: dict, group: str, what: str) -> str:
+    found = [line for line in content["comparisons"] if line["group"] == group and line["what"] == what]
+    others = list(dict.fromkeys(line["other"] for line in found))
+    cells: dict[str, dict[str, str]] = {}
+    for line in found:
+        row = cells.setdefault(line["case"], {})
+        row.setdefault("flash_dmattn", ours_of(line))
+        row[line["other"]] = _theirs_of(line, with_name=False)
+    rows = [(case, *(row.get(name, "") for name in ("flash_dmattn", *others))) for case, row in cells.items()]
+    return table(("", "flash_dmattn", *others), rows)
+
+
 def sweep(content: dict, group: str, what: str, *sizes: str) -> str:
     found = [line for line in content["comparisons"] if line["group"] == group and line["what"] == what]
     others = list(dict.fromkeys(line["other"] for line in found))
@@ -133,7 +146,13 @@ def sweep(content: dict, group: str, what: str, *sizes: str) -> str:
     return made
 
 
-LAYOUTS: dict[str, Callable[..., str]] = {"machine": machine, "lines": lines, "pairs": pairs, "sweep": sweep}
+LAYOUTS: dict[str, Callable[..., str]] = {
+    "machine": machine,
+    "lines": lines,
+    "pairs": pairs,
+    "peers": peers,
+    "sweep": sweep,
+}
 
 # ---- Cells
 
