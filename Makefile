@@ -44,7 +44,8 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
                 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CPU_BENCHMARKS = cpu_attention cpu_decode cpu_dynamic_mask cpu_key_indices cpu_sweeps
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
-WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
+WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),$(foreach option,CMAKE_COMPILE_WARNING_AS_ERROR FLASH_DMATTN_FORBID_SPILLS,\
+                  --config-settings=cmake.define.$(option)=ON))
 
 CHECK_PACKAGES = .venv-packaging/bin/python tools/check_package.py dist/* && \
                  .venv-packaging/bin/python -m twine check --strict dist/*

@@ -73,11 +73,17 @@ else()
   return()
 endif()
 
-set(FLASH_DMATTN_HEAD_DIMS 32 64 96 128 192 256 CACHE STRING "Head dims to compile CUDA kernels for")
-list(JOIN FLASH_DMATTN_HEAD_DIMS ", " head_dims)
-file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/head_dim_buckets.h @ONLY CONTENT
-     "// FLASH_DMATTN_HEAD_DIMS, for src/cuda/attention/head_dims.h.\n#define FLASH_DMATTN_HEAD_DIMS @head_dims@\n")
-include_directories(${PROJECT_BINARY_DIR}/generated)
+set(all_head_dims 32 64 96 128 192 256)  # as src/cuda/attention/head_dims.h says
+set(FLASH_DMATTN_HEAD_DIMS ${all_head_dims} CACHE STRING "Head dims to compile CUDA kernels for")
+# Others than these are in a header of the build folder. Without it what is compiled does not depend on the folder, and
+# ccache knows the kernels that a build in another one has compiled.
+if(NOT FLASH_DMATTN_HEAD_DIMS STREQUAL all_head_dims)
+  list(JOIN FLASH_DMATTN_HEAD_DIMS ", " head_dims)
+  file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/head_dim_buckets.h @ONLY CONTENT
+       "// FLASH_DMATTN_HEAD_DIMS, for src/cuda/attention/head_dims.h.\n#define FLASH_DMATTN_HEAD_DIMS @head_dims@\n")
+  include_directories(${PROJECT_BINARY_DIR}/generated)
+  add_compile_definitions(FLASH_DMATTN_HAS_HEAD_DIMS)
+endif()
 
 option(FLASH_DMATTN_FORBID_SPILLS "Refuse kernels that keep registers in memory" OFF)
 

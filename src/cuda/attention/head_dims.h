@@ -6,7 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#ifdef FLASH_DMATTN_HAS_HEAD_DIMS
 #include "head_dim_buckets.h"  // written by cmake/cuda.cmake
+#else
+#define FLASH_DMATTN_HEAD_DIMS 32, 64, 96, 128, 192, 256
+#endif
 
 namespace flash_dmattn::internal::cuda {
 
