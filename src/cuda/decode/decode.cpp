@@ -28,8 +28,9 @@ constexpr std::int64_t kMostListEntries = 1 << 16;
 // What a block costs beside its keys, in keys: where all are read, and where a mask or intervals hide most of them
 // (measured with 2048 of 65536 kept, on an H200).
 constexpr std::int64_t kDenseBlockCost = 256, kListedBlockCost = 2048;
-// Of lists nothing has been measured yet: a split has a tile for each warp, and reading an entry takes a small part of
-// what fetching a key does.
+// Of lists: a split has a tile for each warp, and reading an entry takes a small part of what fetching a key does. With
+// these, 2048 of 65536 keys reach 40 % of a copy's rate at batch 8 and 58 % at 32 on an H200; others have not been
+// tried.
 constexpr std::int64_t kLeastListedKeys = 64, kEntriesPerKey = 256;
 constexpr std::int64_t kMostRounds = 4;          // of blocks on all multiprocessors
 constexpr std::int64_t kBlocksPerProcessor = 3;  // of DecodeConfig
