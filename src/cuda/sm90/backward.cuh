@@ -3,8 +3,9 @@
 //
 // Scores are computed transposed, a key a row: S^T = K Q^T and dP^T = V dO^T. Probabilities and gradients of scores are
 // then, where the tensor cores have left them, in registers, the operands of dV += P^T dO and dK += dS^T Q. Only dS
-// goes through shared memory, as dQ = dS K adds over the keys of all consumers. Producers (this file) bring queries and
-// output gradients, and what is known of them, step by step; consumers (backward_consumer.cuh) compute.
+// goes through shared memory, as dQ = dS K adds over the keys of all consumers; of wide heads P, too. Producers (this
+// file) bring queries and output gradients, and what is known of them, step by step; consumers compute: each all
+// gradients of its own keys (backward_consumer.cuh) or, of wide heads, one of all keys (split_backward_consumer.cuh).
 #pragma once
 
 #include <cuda.h>
@@ -125,10 +126,12 @@ struct BackwardBlock {
                      (params.dbias_sums != nullptr ? Facts::kSumsKeyBias : 0) |
                      (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0);
       shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
-      shared.steps.init(Config::kProducerWarps * Config::kArrivals, Config::kConsumers * 4 * Config::kArrivals);
+      // Every thread that writes or reads what is known of a step hands it on itself: if one lane did so for its warp,
+      // compute-sanitizer would not know that the others have.
+      shared.steps.init(32 * Config::kProducerWarps, Config::kConsumers * kWarpGroup);
       init_barrier(shared_address(&shared.keys_full), 32 * Config::kProducerWarps);
       for (std::uint64_t& full : shared.score_gradients_full)
-        init_barrier(shared_address(&full), Config::kSplitsGradients ? kWarpGroup : 4 * Config::kScoreConsumers);
+        init_barrier(shared_address(&full), Config::kSplitsGradients ? kWarpGroup : 4 * Config::kConsumers);
       init_barrier(shared_address(&shared.probabilities_full), kWarpGroup);
       fence_barrier_init();
     }
@@ -241,7 +244,7 @@ struct BackwardBlock {
       }
       if (exists && !full) make_words(step, warp * 32 + lane, facts);
       __syncwarp();
-      if (lane % (32 / Config::kArrivals) == 0) arrive(shared_address(&shared.steps.full[at.stage]));
+      arrive(shared_address(&shared.steps.full[at.stage]));
       at.advance();
     }
   }

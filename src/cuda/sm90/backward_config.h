@@ -26,7 +26,7 @@ struct BackwardConfig {
   static constexpr int kStages = kHeadDim <= 64 || kHeadDim > 192 ? 2 : 3;  // of queries and output gradients
   // Of consumers; of the second one where it owns the gradient of keys; of producers.
   static constexpr int kConsumerRegisters = kSplitsGradients ? 232 : 224;
-  static constexpr int kKeyConsumerRegisters = kSplitsGradients ? 224 : 224;
+  static constexpr int kKeyConsumerRegisters = 224;
   static constexpr int kProducerRegisters = kSplitsGradients ? 48 : 56;
   static_assert(has_registers({kConsumerRegisters, kKeyConsumerRegisters, kProducerRegisters}));
 
@@ -41,12 +41,7 @@ struct BackwardConfig {
   static constexpr int kPanels = (kHeadDim + 63) / 64;
   static constexpr std::size_t kKeyBytes = std::size_t{kPanels} * kTileKeys * 128;
   static constexpr std::size_t kRowBytes = std::size_t{kPanels} * kTileRows * 128;
-  // Every thread that reads or writes what is known of a step hands it on itself: if one lane did so for its warp,
-  // compute-sanitizer would not know that the others have.
-  static constexpr int kArrivals = 32;  // of a warp
-
-  static constexpr int kScoreStages = kSplitsGradients ? 2 : 3;              // of scores' gradients
-  static constexpr int kScoreConsumers = kSplitsGradients ? 1 : kConsumers;  // that make them
+  static constexpr int kScoreStages = kSplitsGradients ? 2 : 3;  // of scores' gradients
   static constexpr std::size_t kScoreBytes = std::size_t{kTileKeys} * kTileRows * 2;
   static constexpr std::size_t kProbabilityBytes = kSplitsGradients ? kScoreBytes : 0;
   static constexpr std::size_t kTilesBytes =

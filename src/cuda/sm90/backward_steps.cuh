@@ -361,7 +361,7 @@ struct BackwardSteps {
   // Of the step whose products have all ended.
   __device__ void release(int stage) const {
     __syncwarp();
-    if (lane() % (32 / Config::kArrivals) == 0) arrive(shared_address(&block.shared.steps.empty[stage]));
+    arrive(shared_address(&block.shared.steps.empty[stage]));
   }
 
   __device__ void make_probabilities(Fragments& packed) {
