@@ -46,10 +46,9 @@ struct BackwardSteps {
   __device__ unsigned thread() const { return static_cast<unsigned>(recomputed(thread_)); }
   __device__ int lane() const { return static_cast<int>(thread() % 32); }
   __device__ int warp() const { return static_cast<int>(thread() / 32 % 4); }
-  // The warp's first key in the tile, the thread's, and its first row of a step.
-  __device__ int warp_key() const {
-    return (Config::kSplitsGradients ? 0 : Config::kConsumerKeys * group) + warp() * 16;
-  }
+  // The consumer's first key in the tile, the warp's and the thread's, and its first row of a step.
+  __device__ int consumer_key() const { return Config::kSplitsGradients ? 0 : Config::kConsumerKeys * group; }
+  __device__ int warp_key() const { return consumer_key() + warp() * 16; }
   __device__ int key_column() const { return warp_key() + lane() / 4; }
   __device__ int first_row() const { return 2 * (lane() % 4); }
   // For what is seldom needed: the compiler would hold on to it in registers over all steps.
@@ -82,8 +81,7 @@ struct BackwardSteps {
 
   // sum = `own`, rows of keys or values, times rows of a stage, transposed
   __device__ void multiply(float (&sum)[kRowNTiles][4], std::uint32_t own, std::uint32_t rows) const {
-    const int first_key = Config::kSplitsGradients ? 0 : group * Config::kConsumerKeys;
-    const std::uint64_t a = matrix_descriptor(anew(own + first_key * 128), 16, 1024);
+    const std::uint64_t a = matrix_descriptor(anew(own + consumer_key() * 128), 16, 1024);
     const std::uint64_t b = matrix_descriptor(anew(rows), 16, 1024);
     wgmma_fence();
 #pragma unroll
@@ -380,6 +378,10 @@ struct BackwardSteps {
   __device__ int& head() const { return block.shared.heads[4 * group + warp()]; }
 
   __device__ void start_head() {
+    start_sums_of_head();
+    if (has(Facts::kBiased)) read_key_bias();
+  }
+  __device__ void start_sums_of_head() {
     const BroadcastView& dbias = rare_params().dbias;
     const int batch = block.shared.block.batch, next = facts().head;
     if (has(Facts::kSumsKeyBias) && dbias.offset(batch, head()) != dbias.offset(batch, next)) {
@@ -387,7 +389,6 @@ struct BackwardSteps {
     }
     __syncwarp();
     if (lane() == 0) head() = next;
-    if (has(Facts::kBiased)) read_key_bias();
   }
 };
 

@@ -158,7 +158,7 @@ struct SplitBackwardConsumer {
 #pragma unroll 1
     do {
       steps.mark = __reduce_or_sync(~0u, steps.mark);
-      if (steps.has(Facts::kStartsHead)) start_head();
+      if (steps.has(Facts::kStartsHead)) steps.start_sums_of_head();  // consumer 1 needs no bias
       Fragments probabilities, packed;
       take_probabilities(probabilities);
       steps.make_score_gradients(probabilities, gradients);
@@ -187,17 +187,6 @@ struct SplitBackwardConsumer {
       settle(gradients);
     } while (steps.has(Facts::kExists));
     if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
-  }
-
-  // Consumer 1 has no need of biases.
-  __device__ void start_head() {
-    const BroadcastView& dbias = steps.rare_params().dbias;
-    const int batch = steps.block.shared.block.batch, next = steps.facts().head;
-    if (steps.has(Facts::kSumsKeyBias) && dbias.offset(batch, steps.head()) != dbias.offset(batch, next)) {
-      steps.flush_key_bias_gradients(steps.head());
-    }
-    __syncwarp();
-    if (steps.lane() == 0) steps.head() = next;
   }
 };
 
