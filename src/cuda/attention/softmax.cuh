@@ -144,7 +144,10 @@ __device__ inline bool exponentiate_calm_rows(float multiplier, float (&scores)[
   bool outgrown = false;
 #pragma unroll
   for (int i = 0; i < 2 * kMTiles; ++i) {
-    const float reference = __fmul_rn(row_max[i], multiplier);
+    float reference = __fmul_rn(row_max[i], multiplier);
+    // Row by row: an operand that neighbouring instructions share is read from the registers once, and products in the
+    // background need these, too.
+    if (i > 0) reference = once_there(*pair_at(scores, i - 1, kNTiles * 3 / 4), reference);
     float sum = 0;
     for_each_in_row(scores, i, [&](int, int, float& score) {
       score = exp2_fast(fmaf(score, multiplier, -reference));

@@ -57,6 +57,19 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// `value`, but not before `power`, a power that exp2_fast has made, is there. The condition never holds: no power is
+// negative.
+__device__ inline float once_there(float power, float value) {
+  asm("{\n"
+      ".reg .pred impossible;\n"
+      "setp.eq.b32 impossible, %1, 0x80000001;\n"
+      "selp.b32 %0, %1, %0, impossible;\n"
+      "}"
+      : "+f"(value)
+      : "f"(power));
+  return value;
+}
+
 // 2^x, at this place of the program: the compiler does not move it. Between products of the tensor cores it is computed
 // while they run.
 __device__ inline float exp2_in_order(float x) {

@@ -56,7 +56,20 @@ struct ForwardBlock {
     WorkRing ring;
   };
   static constexpr std::size_t kPlannedOffset = Config::kTilesBytes + (sizeof(Shared) + 15) / 16 * 16;
-  static constexpr std::size_t kSharedBytes = kPlannedOffset + (kPlanned ? sizeof(Planned) : 0);
+  static constexpr std::size_t kStagingOffset = (kPlannedOffset + (kPlanned ? sizeof(Planned) : 0) + 15) / 16 * 16;
+  // Each warp of a consumer stores its 16 rows through memory of its own, as many columns at a time as there is room for;
+  // where there is none, through its rows of the queries.
+  static constexpr int kWarps = 4 * kConsumers;
+  static constexpr std::size_t staging_bytes(int columns) { return std::size_t{kWarps} * 16 * 2 * columns; }
+  static constexpr int staged_columns() {
+    for (int columns = 64; columns >= 16; columns /= 2) {
+      if (kStagingOffset + staging_bytes(columns) <= kWideSharedBytes) return columns;
+    }
+    return 0;
+  }
+  static constexpr bool kStagesInQueries = staged_columns() == 0;
+  static constexpr int kStagedColumns = kStagesInQueries ? 64 : staged_columns();
+  static constexpr std::size_t kSharedBytes = kStagingOffset + (kStagesInQueries ? 0 : staging_bytes(kStagedColumns));
   static_assert(kSharedBytes <= kWideSharedBytes);
 
   const Sm90ForwardParams& params;
@@ -77,7 +90,7 @@ struct ForwardBlock {
 
   __device__ void init() {
     if (threadIdx.x == 0) {
-      shared.queries.init(1, 1);
+      shared.queries.init(1, kStagesInQueries ? 4 : 1);
       if constexpr (kPlanned) {
         shared.keys.init(
             KeyProducer<Element, Config>::kArrivals,

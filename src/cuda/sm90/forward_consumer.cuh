@@ -131,12 +131,13 @@ struct ForwardConsumer {
     wait(shared_address(&block.shared.values.full[value_at.stage]), value_at.parity);
     const std::uint32_t tile_values = block.values + value_at.stage * static_cast<std::uint32_t>(Config::kValueBytes);
     constexpr int kPieces = Config::kValuePanels * 8;
-    for (int index = static_cast<int>(threadIdx.x) - kWarpGroup; index < (first_key + kTileKeys - existing) * kPieces;
+    // Seldom: not worth registers.
+#pragma unroll 1
+    for (int index = recomputed(static_cast<int>(threadIdx.x)) - kWarpGroup; index < (first_key + kTileKeys - existing) * kPieces;
          index += kConsumers * kWarpGroup) {
       const int row = existing - first_key + index / kPieces, piece = index % kPieces;
       const std::uint32_t address = tile_values + piece / 8 * kTilePanel + row * 128 + piece % 8 * 16;
-#pragma unroll
-      for (int word = 0; word < 4; ++word) store_shared(address + 4 * word, 0);
+      store_shared_16(address, {0, 0, 0, 0});
     }
     fence_async_proxy();
     sync_named_barrier(kClearBarrier, kConsumers * kWarpGroup);
@@ -364,8 +365,18 @@ struct ForwardConsumer {
   __device__ void wait_for_queries(int work_slot) const {
     wait(shared_address(&block.shared.queries.full[group]), Block::query_parity(work_slot));
   }
+  // Once their last product is done, or the output that takes their place is stored.
   __device__ void release_queries() const {
-    if (threadIdx.x % kWarpGroup == 0) arrive(shared_address(&block.shared.queries.empty[group]));
+    if (!Block::kStagesInQueries && threadIdx.x % kWarpGroup == 0) {
+      arrive(shared_address(&block.shared.queries.empty[group]));
+    }
+  }
+  __device__ void release_staged_queries() const {
+    if constexpr (Block::kStagesInQueries) {
+      fence_async_proxy();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive(shared_address(&block.shared.queries.empty[group]));
+    }
   }
 
   __device__ void wait_for_scores() {
@@ -502,34 +513,96 @@ struct ForwardConsumer {
     for (int i = 0; i < 2; ++i) row_max[i] = true_max[i];
   }
 
+  // The work's rows, and what is known of them. The fewer instructions follow one another the better: the other consumers
+  // are about to end, too, so that few products run beside these.
   __device__ void store() const {
     const ForwardParams& params = block.params;
     const int head = block.head_of(work(), group);
+    float row_sums[2], inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float sum = row_sum[i];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const bool empty = row_max[i] == -INFINITY && sum == 0;
-      const float inverse = empty ? 0.0f : 1.0f / sum_with_sink<Element>(params, head, row_max[i], sum);
-      const int row = row_of(i), lane = thread() % 32;
-      const bool exists = row < params.rows;
-      if (lane % 4 == 0 && exists) {
-        const std::int64_t index = (static_cast<std::int64_t>(work().batch) * params.heads + head) * params.rows + row;
-        store_row_facts(params, index, row_max[i], sum * unrounded(params.score, row_max[i]));
-      }
-      auto* target = static_cast<std::uint16_t*>(params.out.data) + work().batch * params.out.batch_stride +
-                     head * params.out.head_stride + row * params.out.token_stride;
+      row_sums[i] = row_sum[i] + __shfl_xor_sync(~0u, row_sum[i], 1);
+      row_sums[i] += __shfl_xor_sync(~0u, row_sums[i], 2);
+    }
 #pragma unroll
-      for (int first = 0; first < kDimNTiles; first += 4) {
+    for (int i = 0; i < 2; ++i) {
+      const bool empty = row_max[i] == -INFINITY && row_sums[i] == 0;
+      const float inverse_sum = __fdividef(1.0f, sum_with_sink<Element>(params, head, row_max[i], row_sums[i]));
+      inverse[i] = empty ? 0.0f : inverse_sum;
+    }
+    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))), lane = own_thread % 32;
+    const int first_row = block.first_row_of(work(), group) + static_cast<int>(own_thread / 32 % 4 * 16);
+    store_rows(inverse, first_row, head);
+    release_staged_queries();
+    // Of the rows that four lanes share, by a lane each.
+    const bool second = lane % 2 != 0;
+    const int row = first_row + static_cast<int>(lane / 4 + lane % 2 * 8);
+    if (lane % 4 < 2 && row < params.rows) {
+      const std::int64_t index = (static_cast<std::int64_t>(work().batch) * params.heads + head) * params.rows + row;
+      const float highest = second ? row_max[1] : row_max[0], sum = second ? row_sums[1] : row_sums[0];
+      store_row_facts(params, index, highest, sum * unrounded(params.score, highest));
+    }
+  }
+
+  // sums times `inverse`, rounded, to the output. The warp's rows, from first_row on, are brought in order in shared
+  // memory, kStagedColumns columns at a time, since a lane has pieces of four bytes.
+  __device__ void store_rows(const float (&inverse)[2], int first_row, int head) const {
+    constexpr unsigned kPieces = Block::kStagedColumns / 8, kRowBytes = 16 * kPieces, kRowsAtOnce = 32 / kPieces;
+    const ForwardParams& params = block.params;
+    const int count = params.rows - first_row, stride = static_cast<int>(params.out.token_stride);
+    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))), lane = own_thread % 32;
+    const std::uint32_t staged = block.queries +
+                                 (Block::kStagesInQueries ? 0 : static_cast<std::uint32_t>(Block::kStagingOffset)) +
+                                 (4 * static_cast<unsigned>(group) + own_thread / 32 % 4) * (16 * kRowBytes);
+    // Swizzled: eight rows of a piece, and all pieces of as many rows as fill 128 bytes, have banks of their own.
+    const auto address_of = [&](unsigned row, unsigned piece) {
+      return staged + row * kRowBytes + (piece ^ row * kPieces / 8 % kPieces) * 16;
+    };
+    const unsigned given_row = lane % 16, given_piece = lane / 16;  // of the matrices (stmatrix)
+    const unsigned taken_row = lane / kPieces, taken_piece = lane % kPieces;
+    std::uint16_t* const target = static_cast<std::uint16_t*>(params.out.data) +
+                                  work().batch * params.out.batch_stride + head * params.out.head_stride +
+                                  std::int64_t{first_row} * stride;
+    std::uint16_t* const own = target + std::int64_t{static_cast<int>(taken_row)} * stride + taken_piece * 8;
+#pragma unroll
+    for (int first = 0; first < kDimNTiles; first += kPieces) {
+      if (first > 0) __syncwarp();
+#pragma unroll
+      for (int n = 0; n < static_cast<int>(kPieces) && first + n < kDimNTiles; n += 2) {
         std::uint32_t words[4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float* pair = pair_at(sums, i, first + n);
-          words[n] = pack<Element>(pair[0] * inverse, pair[1] * inverse);
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = pair_at(sums, i % 2, first + n + i / 2);
+          words[i] = pack<Element>(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
         }
-        transpose_quad(words);
-        if (exists) store_piece(target, first + lane % 4, words, params.head_dim, params.aligned);
+        store_matrices(address_of(given_row, n + given_piece), words);
+      }
+      __syncwarp();
+      const int columns = params.head_dim - first * 8;
+      if (params.aligned) {
+        std::uint32_t pieces[16 / kRowsAtOnce][4];
+#pragma unroll
+        for (unsigned i = 0; i < 16 / kRowsAtOnce; ++i) {
+          load_shared_16(pieces[i], address_of(taken_row + i * kRowsAtOnce, taken_piece));
+        }
+        const bool has_column = static_cast<int>(taken_piece * 8) < columns;
+#pragma unroll
+        for (unsigned i = 0; i < 16 / kRowsAtOnce; ++i) {
+          if (has_column && static_cast<int>(taken_row + i * kRowsAtOnce) < count) {
+            *reinterpret_cast<uint4*>(own + first * 8 + std::int64_t{static_cast<int>(i * kRowsAtOnce)} * stride) =
+                make_uint4(pieces[i][0], pieces[i][1], pieces[i][2], pieces[i][3]);
+          }
+        }
+      } else {
+#pragma unroll 1
+        for (unsigned index = lane; index < 16 * 8 * kPieces; index += 32) {
+          const unsigned row = index / (8 * kPieces), column = index % (8 * kPieces);
+          const std::uint32_t pair = load_shared(address_of(row, column / 8) + column % 8 / 2 * 4);
+          if (static_cast<int>(row) < count && static_cast<int>(column) < columns) {
+            target[std::int64_t{static_cast<int>(row)} * stride + first * 8 + column] =
+                static_cast<std::uint16_t>(pair >> (column % 2 * 16));
+          }
+        }
       }
     }
   }
