@@ -14,8 +14,9 @@ struct LaunchShape {
   std::int64_t blocks;
   int threads;
   std::size_t shared_bytes = 0;  // of dynamic shared memory
-  // The kernel begins with begin_dependent_kernel (ptx/dependent_launch.cuh), and so does the one before it in the
-  // stream, which belongs to the same call: it may begin while that one ends.
+  // The kernel begins with begin_dependent_kernel, or ends with end_dependent_kernel (ptx/dependent_launch.cuh), and
+  // the one before it in the stream, which belongs to the same call, begins with the former: it may begin while that
+  // one ends.
   bool is_dependent = false;
 };
 

@@ -77,7 +77,7 @@ void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& sc
 void launch_results(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
                     const BackwardParams& params, Launches* launches, cudaStream_t stream) {
   if (scratch.dquery_sums != nullptr) {
-    launches->then([&] { return kernels.launch_query_gradients(scratch.dquery_sums); });
+    launches->then([&] { return kernels.launch_query_gradients(params); });
   }
   if (scratch.deterministic && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
     launches->then([&] { return kernels.launch_query_backward(params, scratch.prepared.planned); });
@@ -116,13 +116,21 @@ Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const Backwa
   BackwardScratch scratch;
   scratch.arrange(problem, kernels.tiles, &arena);
   scratch.prepared.write(problem, &launches, stream);
-  const BackwardParams params = backward_params(problem, gpu, scratch);
+  BackwardParams params = backward_params(problem, gpu, scratch);
   log_call(kernels.family, kernels.variant, "backward", problem, plan_kind(scratch.prepared));
-  launches.then([&] { return clear(scratch.row_flags, scratch.cleared_bytes, stream); })
+  launches.then([&] { return clear(scratch.row_flags, sizeof(RowFlags), stream); })
+      .then([&] {
+        // A deterministic backward has several launches.
+        const bool orders = kernels.order != nullptr && scratch.prepared.planned && !scratch.deterministic;
+        return orders ? kernels.order(&params) : cudaSuccess;
+      })
       .then([&] {
         const RowPass pass = {.row_tile = scratch.tiles.rows,
                               .facts = scratch.row_facts,
                               .flags = scratch.row_flags,
+                              .query_sums = scratch.dquery_sums,
+                              .sum_width = bucket_of(problem.head_dim),
+                              .follows_order = params.order.count != 0,
                               .natural = params.score.natural,
                               .stats = scratch.row_stats,
                               .sink_parts = scratch.sink_parts};

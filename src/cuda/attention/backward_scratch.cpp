@@ -27,14 +27,9 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   const auto own_rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.rows);
   if (problem.sink.defined() && problem.row_stats != nullptr) row_stats = arena->take<RowStats>(own_rows);
   if (problem.dsink.defined()) sink_parts = arena->take<float>(own_rows);
-  // A line for the flags and the sums after it, to be cleared in one go.
-  constexpr std::size_t kLineFloats = kLineBytes / sizeof(float);
-  const bool wants_dquery_sums = problem.dquery.defined() && !deterministic;
-  const std::size_t cleared = kLineFloats + (wants_dquery_sums ? row_count * bucket : 0);
-  cleared_bytes = cleared * sizeof(float);
-  if (auto* memory = arena->take_aligned<float>(cleared, kLineBytes); memory != nullptr) {
-    row_flags = reinterpret_cast<RowFlags*>(memory);
-    if (wants_dquery_sums) dquery_sums = memory + kLineFloats;
+  row_flags = arena->take<RowFlags>(1);
+  if (problem.dquery.defined() && !deterministic) {
+    dquery_sums = arena->take_aligned<float>(row_count * bucket, kLineBytes);
   }
   arrange_order(problem, arena);
   key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;

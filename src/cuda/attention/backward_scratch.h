@@ -29,13 +29,13 @@ struct BackwardScratch {
   PreparedVisibility prepared;
   BackwardTiles tiles = {};
   RowFacts* row_facts = nullptr;
-  RowFlags* row_flags = nullptr;  // they and dquery_sums are cleared_bytes
+  RowFlags* row_flags = nullptr;
   RowStats* row_stats = nullptr;  // with a sink: as in RowPass
   float* sink_parts = nullptr;    // likewise
   float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
   std::uint8_t* stored = nullptr;  // as in BackwardParams
   std::int32_t* order = nullptr;   // as in BlockOrder
-  std::size_t cleared_bytes = 0, key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
+  std::size_t key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0, colors = 1;
   bool wants_sums = false;
   bool deterministic = false;

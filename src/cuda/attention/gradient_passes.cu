@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/attention/head_dims.h"
 #include "cuda/attention/tokens.cuh"
@@ -19,13 +20,14 @@ unsigned blocks_for(std::int64_t threads) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((threads + kThreads - 1) / kThreads, 1, kMost));
 }
 
-// Sums of dK and dV, and what they are rounded to. A block takes `slab` keys of one head.
+// Sums of dK and dV, and what they are rounded to. A block takes `slab` keys of one head, a row of `lanes` threads a
+// key after another: each thread four columns.
 struct KeySums {
   float *dkey_sums, *dvalue_sums;  // (colors, B, Sk, Hkv, width); null: none
   TokenView dkey, dvalue;
   std::uint8_t* stored;  // (B, Hkv), 1: nothing is summed; null: all heads are
   std::int64_t keys, color_stride;
-  int batch, heads, group, width, head_dim, colors, slab;
+  int batch, heads, group, width, head_dim, colors, slab, lanes;
 
   struct Slab {
     int pair, batch, head;
@@ -40,10 +42,14 @@ struct KeySums {
     const std::int64_t left = keys - first_key;
     return {pair, pair / heads, pair % heads, block / pairs, first_key, static_cast<int>(left < slab ? left : slab)};
   }
-  // Where the sums of the slab's key `index` begin, in the first color.
-  __device__ std::int64_t offset(const Slab& at, int index) const {
-    return ((at.batch * keys + at.first_key + index) * heads + at.head) * width;
+  __device__ int first_key() const { return static_cast<int>(threadIdx.x) / lanes; }
+  __device__ int key_step() const { return kThreads / lanes; }
+  __device__ int first_column() const { return static_cast<int>(threadIdx.x) % lanes * 4; }
+  // Where the thread's sums of the slab's first key begin, in the first color, and how far the next key's are.
+  __device__ std::int64_t offset(const Slab& at) const {
+    return ((at.batch * keys + at.first_key) * heads + at.head) * width + first_column();
   }
+  __device__ std::int64_t key_stride() const { return std::int64_t{heads} * width; }
 };
 
 __global__ void clear_key_sums_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums sums) {
@@ -56,13 +62,14 @@ __global__ void clear_key_sums_kernel(const __grid_constant__ DevicePlan plan, c
   lists = __syncthreads_or(lists) != 0;
   if (slab.number == 0 && threadIdx.x == 0) sums.stored[slab.pair] = !lists;
   if (!lists) return;
-  const int pieces = sums.width / 4;
+  if (sums.first_column() >= sums.width) return;
   const auto clear = [&](float* target) {
     if (target == nullptr) return;
     for (int color = 0; color < sums.colors; ++color) {
-      for (int index = static_cast<int>(threadIdx.x); index < slab.keys * pieces; index += kThreads) {
-        float* row = target + color * sums.color_stride + sums.offset(slab, index / pieces);
-        reinterpret_cast<float4*>(row)[index % pieces] = make_float4(0, 0, 0, 0);
+      float* first = target + color * sums.color_stride + sums.offset(slab);
+#pragma unroll 4
+      for (int key = sums.first_key(); key < slab.keys; key += sums.key_step()) {
+        *reinterpret_cast<float4*>(first + key * sums.key_stride()) = make_float4(0, 0, 0, 0);
       }
     }
   };
@@ -74,22 +81,22 @@ template <typename Element>
 __global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
   const KeySums::Slab slab = sums.slab_of(blockIdx.x);
   if (sums.stored != nullptr && sums.stored[slab.pair] != 0) return;
-  const int pieces = (sums.head_dim + 3) / 4;
+  const int column = sums.first_column();
+  if (column >= sums.head_dim) return;
   const auto round = [&](const float* source, const TokenView& gradient) {
     if (source == nullptr) return;
     auto* target = static_cast<std::uint16_t*>(gradient.data) + slab.batch * gradient.batch_stride +
-                   slab.head * gradient.head_stride + slab.first_key * gradient.token_stride;
+                   slab.head * gradient.head_stride + slab.first_key * gradient.token_stride + column;
     const bool whole = sums.head_dim % 4 == 0 && reinterpret_cast<std::uintptr_t>(gradient.data) % 8 == 0;
 #pragma unroll 4
-    for (int index = static_cast<int>(threadIdx.x); index < slab.keys * pieces; index += kThreads) {
-      const int key = index / pieces, piece = index % pieces;
-      const float* first = source + sums.offset(slab, key) + piece * 4;
-      float4 sum = __ldcs(reinterpret_cast<const float4*>(first));
+    for (int key = sums.first_key(); key < slab.keys; key += sums.key_step()) {
+      const float* first = source + sums.offset(slab) + key * sums.key_stride();
+      float4 sum = __ldcg(reinterpret_cast<const float4*>(first));
       for (int color = 1; color < sums.colors; ++color) {
-        const float4 part = __ldcs(reinterpret_cast<const float4*>(first + color * sums.color_stride));
+        const float4 part = __ldcg(reinterpret_cast<const float4*>(first + color * sums.color_stride));
         sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
       }
-      std::uint16_t* result = target + key * gradient.token_stride + piece * 4;
+      std::uint16_t* result = target + key * gradient.token_stride;
       const std::uint32_t low = pack<Element>(sum.x, sum.y), high = pack<Element>(sum.z, sum.w);
       if (whole) {
         *reinterpret_cast<uint2*>(result) = make_uint2(low, high);
@@ -97,7 +104,7 @@ __global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
       }
       const std::uint16_t elements[4] = {static_cast<std::uint16_t>(low), static_cast<std::uint16_t>(low >> 16),
                                          static_cast<std::uint16_t>(high), static_cast<std::uint16_t>(high >> 16)};
-      for (int i = 0; i < min(4, sums.head_dim - piece * 4); ++i) result[i] = elements[i];
+      for (int i = 0; i < min(4, sums.head_dim - column); ++i) result[i] = elements[i];
     }
   };
   round(sums.dkey_sums, sums.dkey);
@@ -154,7 +161,8 @@ KeySums key_sums_of(const BackwardProblem& problem, int colors, float* dkey_sums
           .width = width,
           .head_dim = static_cast<int>(problem.head_dim),
           .colors = colors,
-          .slab = static_cast<int>(slab)};
+          .slab = static_cast<int>(slab),
+          .lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(width / 4)))};
 }
 
 template <typename Launch>

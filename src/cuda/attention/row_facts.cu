@@ -10,6 +10,7 @@
 #include "cuda/attention/row_facts.cuh"
 #include "cuda/attention/sinks.cuh"
 #include "cuda/launch_blocks.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -47,98 +48,132 @@ __device__ void add_sink(const BackwardProblem& problem, const RowPass& pass, in
   if (pass.stats != nullptr) pass.stats[row] = make_float2(stats.x, stats.y + log_growth);
 }
 
-// A row is read by kLanes neighbouring lanes.
-template <typename Element, int kLanes, typename Index>
-__global__ void row_facts_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowPass pass,
-                                 std::int64_t padded_rows) {
-  const std::int64_t rows = problem.batch * padded_rows * problem.heads;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads / kLanes;
-  // All lanes of a warp make the same number of rounds, so that they can trade their parts.
-  const std::int64_t warp_first = first - (threadIdx.x % 32) / kLanes;
-  for (std::int64_t round = 0; warp_first + round < rows; round += step) {
-    const std::int64_t index = first + round;
-    // Divisions of 64 bits would take longer than everything else.
-    const auto position = static_cast<Index>(index), heads = static_cast<Index>(problem.heads);
-    const std::int64_t head = position % heads;
-    const std::int64_t row = position / heads % static_cast<Index>(padded_rows);
-    const std::int64_t batch = position / heads / static_cast<Index>(padded_rows);
-    const bool exists = index < rows && row < problem.rows;
-    const std::int64_t own = (batch * problem.heads + head) * problem.rows + row;
-    float lse = -INFINITY;
-    if (exists) lse = static_cast<const float*>(problem.lse)[own];
-    const bool sees = lse != -INFINITY;
-    const auto at = [&](const TokenView& tokens) {
-      return static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + row * tokens.token_stride +
-             head * tokens.head_stride;
-    };
-    const std::uint16_t *out = at(problem.out), *dout = at(problem.dout);
-    float sum = 0;
-    const bool aligned = problem.head_dim % 8 == 0 && reinterpret_cast<std::uintptr_t>(out) % 16 == 0 &&
-                         reinterpret_cast<std::uintptr_t>(dout) % 16 == 0;
-    for (int column = lane * 8; sees && column < problem.head_dim; column += kLanes * 8) {
-      if (aligned) {
-        const uint4 a = *reinterpret_cast<const uint4*>(out + column),
-                    b = *reinterpret_cast<const uint4*>(dout + column);
-        const std::uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+// The products of a thread's eight columns of two rows, added up.
+template <typename Element>
+__device__ float dot(const std::uint32_t (&left)[4], const std::uint32_t (&right)[4]) {
+  float sum = 0;
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          sum += to_float<Element>(static_cast<std::uint16_t>(left[word])) *
-                 to_float<Element>(static_cast<std::uint16_t>(right[word]));
-          sum += to_float<Element>(static_cast<std::uint16_t>(left[word] >> 16)) *
-                 to_float<Element>(static_cast<std::uint16_t>(right[word] >> 16));
-        }
-      } else {
-        for (int element = column; element < min(column + 8, static_cast<int>(problem.head_dim)); ++element) {
-          sum += to_float<Element>(out[element]) * to_float<Element>(dout[element]);
-        }
-      }
-    }
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    if (lane != 0 || index >= rows) continue;
-    const bool wants_part = exists && pass.sink_parts != nullptr;
-    float* part = wants_part ? pass.sink_parts + (head * problem.batch + batch) * problem.rows + row : nullptr;
-    float dlse = 0;
-    if (sees && problem.dlse != nullptr) {
-      dlse = static_cast<const float*>(problem.dlse)[batch * problem.dlse_batch_stride +
-                                                     head * problem.dlse_head_stride + row * problem.dlse_row_stride];
-    }
-    if (sees && problem.sink.defined()) {
-      add_sink<Element>(problem, pass, static_cast<int>(head), own, sum, part, lse, dlse);
-    } else if (part != nullptr) {
-      *part = 0;
-    }
-    const float lse_log2 = sees ? row_fact_of_lse(lse, problem.row_stats != nullptr) : INFINITY;
-    if (is_large_row(lse_log2)) pass.flags->has_large_row = 1;
-    if (exists && !sees) pass.flags->has_unseen_row = 1;
-    RowFacts* fact = pass.facts + 2 * (batch * problem.heads + head) * padded_rows + row_fact(row, pass.row_tile);
-    fact[0] = lse_log2;
-    fact[pass.row_tile] = sees ? sum - dlse : 0;
+  for (int word = 0; word < 4; ++word) {
+    sum += to_float<Element>(static_cast<std::uint16_t>(left[word])) *
+           to_float<Element>(static_cast<std::uint16_t>(right[word]));
+    sum += to_float<Element>(static_cast<std::uint16_t>(left[word] >> 16)) *
+           to_float<Element>(static_cast<std::uint16_t>(right[word] >> 16));
   }
+  return sum;
+}
+
+// Eight columns of a row, of which `columns` exist: as packed words.
+__device__ inline void load_columns(const std::uint16_t* row, int columns, bool aligned, std::uint32_t (&words)[4]) {
+  if (aligned && columns >= 8) {
+    const uint4 all = *reinterpret_cast<const uint4*>(row);
+    words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+    return;
+  }
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const std::uint32_t low = 2 * word < columns ? row[2 * word] : 0;
+    const std::uint32_t high = 2 * word + 1 < columns ? row[2 * word + 1] : 0;
+    words[word] = low | high << 16;
+  }
+}
+
+// Facts of a row, and what else its sums are, given the sum over its columns.
+template <typename Element>
+__device__ void store_facts(const BackwardProblem& problem, const RowPass& pass, int batch, int head, std::int64_t row,
+                            float sum, RowFacts* fact) {
+  const bool exists = row < problem.rows;
+  const std::int64_t own = (batch * problem.heads + head) * problem.rows + row;
+  float lse = exists ? static_cast<const float*>(problem.lse)[own] : -INFINITY;
+  const bool sees = lse != -INFINITY;
+  const bool wants_part = exists && pass.sink_parts != nullptr;
+  float* part = wants_part ? pass.sink_parts + (head * problem.batch + batch) * problem.rows + row : nullptr;
+  float dlse = 0;
+  if (sees && problem.dlse != nullptr) {
+    dlse = static_cast<const float*>(problem.dlse)[batch * problem.dlse_batch_stride + head * problem.dlse_head_stride +
+                                                   row * problem.dlse_row_stride];
+  }
+  if (sees && problem.sink.defined()) {
+    add_sink<Element>(problem, pass, head, own, sum, part, lse, dlse);
+  } else if (part != nullptr) {
+    *part = 0;
+  }
+  const float lse_log2 = sees ? row_fact_of_lse(lse, problem.row_stats != nullptr) : INFINITY;
+  if (is_large_row(lse_log2)) pass.flags->has_large_row = 1;
+  if (exists && !sees) pass.flags->has_unseen_row = 1;
+  fact[0] = lse_log2;
+  fact[pass.row_tile] = sees ? sum - dlse : 0;
+}
+
+// A block makes the facts of a tile of rows, and clears the tile's sums. A row is read by kLanes neighbouring lanes,
+// and neighbouring blocks have neighbouring heads, whose rows are neighbours in memory.
+template <typename Element, int kLanes>
+__global__ void __launch_bounds__(kThreads)
+    row_facts_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowPass pass) {
+  constexpr int kRows = kThreads / kLanes;  // at a time
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes;
+  // 32 bits: divisions of 64 take long.
+  const auto heads = static_cast<unsigned>(problem.heads);
+  const auto tiles = static_cast<unsigned>((problem.rows + pass.row_tile - 1) / pass.row_tile);
+  const int head = static_cast<int>(blockIdx.x % heads);
+  const int tile = static_cast<int>(blockIdx.x / heads % tiles), batch = static_cast<int>(blockIdx.x / heads / tiles);
+  const std::int64_t number = (static_cast<std::int64_t>(batch) * heads + head) * tiles + tile;
+  const int first_row = tile * pass.row_tile, columns = static_cast<int>(problem.head_dim) - lane * 8;
+  const auto at = [&](const TokenView& tokens) {
+    return static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
+           lane * 8;
+  };
+  const std::uint16_t *outs = at(problem.out), *douts = at(problem.dout);
+  const auto is_aligned = [](const TokenView& tokens, const std::uint16_t* row) {
+    return reinterpret_cast<std::uintptr_t>(row) % 16 == 0 && tokens.token_stride % 8 == 0;
+  };
+  const bool aligned = is_aligned(problem.out, outs) && is_aligned(problem.dout, douts);
+  if (pass.query_sums != nullptr) {
+    auto* sums = reinterpret_cast<float4*>(pass.query_sums + number * pass.row_tile * pass.sum_width);
+    for (int piece = thread; piece < pass.row_tile * pass.sum_width / 4; piece += kThreads) {
+      sums[piece] = make_float4(0, 0, 0, 0);
+    }
+  }
+  // A few rows at a time, so that many loads are under way.
+  constexpr int kTogether = 4;
+  for (int round = thread / kLanes; round < pass.row_tile; round += kTogether * kRows) {
+    std::uint32_t out[kTogether][4] = {}, dout[kTogether][4] = {};
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = first_row + round + i * kRows;
+      if (round + i * kRows >= pass.row_tile || row >= problem.rows || columns <= 0) continue;
+      load_columns(outs + row * problem.out.token_stride, columns, aligned, out[i]);
+      load_columns(douts + row * problem.dout.token_stride, columns, aligned, dout[i]);
+    }
+    // Of the rows whose columns a few lanes have added up together, a lane each makes the facts.
+    static_assert(kTogether <= kLanes);
+    float own_sum = 0;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      float sum = dot<Element>(out[i], dout[i]);
+#pragma unroll
+      for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      if (lane == i) own_sum = sum;
+    }
+    const int row = round + lane * kRows;
+    if (lane >= kTogether || row >= pass.row_tile) continue;
+    store_facts<Element>(problem, pass, batch, head, first_row + row, own_sum,
+                         pass.facts + number * 2 * pass.row_tile + row);
+  }
+  end_dependent_kernel();
 }
 
 template <typename Element>
 cudaError_t row_facts_of(const BackwardProblem& problem, const RowPass& pass, cudaStream_t stream) {
-  const std::int64_t padded_rows = (problem.rows + pass.row_tile - 1) / pass.row_tile * pass.row_tile;
-  const std::int64_t rows = problem.batch * padded_rows * problem.heads;
-  const auto launch = [&](auto small, auto large, int lanes) {
-    constexpr std::int64_t kMostBlocks = 1 << 20;  // the kernel strides over what is left
-    const std::int64_t blocks = std::min((rows * lanes + kThreads - 1) / kThreads, kMostBlocks);
-    // A round past the last row is computed too, and must not wrap around.
-    return launch_blocks(rows < 1ll << 31 ? small : large, {blocks, kThreads}, stream, problem, pass, padded_rows);
+  const std::int64_t tiles = (problem.rows + pass.row_tile - 1) / pass.row_tile;
+  const auto launch = [&](auto kernel) {
+    const LaunchShape shape = {
+        .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = pass.follows_order};
+    return launch_blocks(kernel, shape, stream, problem, pass);
   };
-  using Small = std::uint32_t;
-  using Large = std::uint64_t;
-  if (problem.head_dim <= 32)
-    return launch(row_facts_kernel<Element, 4, Small>, row_facts_kernel<Element, 4, Large>, 4);
-  if (problem.head_dim <= 64)
-    return launch(row_facts_kernel<Element, 8, Small>, row_facts_kernel<Element, 8, Large>, 8);
-  if (problem.head_dim <= 128) {
-    return launch(row_facts_kernel<Element, 16, Small>, row_facts_kernel<Element, 16, Large>, 16);
-  }
-  return launch(row_facts_kernel<Element, 32, Small>, row_facts_kernel<Element, 32, Large>, 32);
+  if (problem.head_dim <= 32) return launch(row_facts_kernel<Element, 4>);
+  if (problem.head_dim <= 64) return launch(row_facts_kernel<Element, 8>);
+  if (problem.head_dim <= 128) return launch(row_facts_kernel<Element, 16>);
+  return launch(row_facts_kernel<Element, 32>);
 }
 
 // A block adds up what all rows have for one sink.

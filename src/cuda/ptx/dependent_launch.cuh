@@ -14,4 +14,12 @@ __device__ inline void begin_dependent_kernel() {
 #endif
 }
 
+// For a kernel that needs nothing of the one before it, and so runs beside it. By every thread at its end: those after
+// it wait for this kernel alone.
+__device__ inline void end_dependent_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace flash_dmattn::internal::cuda

@@ -58,8 +58,8 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
       return launch_query_backward<Element, kHeadDim>(params, planned, stream);
     });
   };
-  const auto round_queries = [&](const float* sums) {
-    return launch_query_gradients(problem, gpu.shared_limit, sums, stream);
+  const auto round_queries = [&](const BackwardParams& params) {
+    return launch_query_gradients(problem, gpu.shared_limit, params.dquery_sums, stream);
   };
   const BackwardKernels kernels = {.family = kSm80Family.name,
                                    .variant = variant_on(gpu),

@@ -12,7 +12,7 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardM
   using Config = typename Block::Config;
   const std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
   BackwardParams ordered = params;
-  if constexpr (kPlanned) {
+  if (kPlanned && ordered.order.count == 0) {
     const cudaError_t error = order_key_blocks<Block>(&ordered, blocks, stream);
     if (error != cudaSuccess) return error;
   }
@@ -28,6 +28,13 @@ cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& ma
                  : launch_backward_kernel<Element, kHeadDim, false>(params, maps, stream);
 }
 
+template <typename Element, int kHeadDim>
+cudaError_t order_backward(BackwardParams* params, cudaStream_t stream) {
+  using Block = BackwardBlock<Element, kHeadDim, true>;
+  return order_key_blocks<Block>(params, key_blocks<Block::kTileKeys, true>(*params), stream);
+}
+
+template cudaError_t order_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(BackwardParams*, cudaStream_t);
 template cudaError_t launch_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const BackwardParams&,
                                                                                   const BackwardMaps&, bool,
                                                                                   cudaStream_t);

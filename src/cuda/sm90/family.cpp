@@ -176,12 +176,23 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
       }
     });
   };
+  const auto order = [&](BackwardParams* params) {
+    return by_type(problem, [&]<typename Element, int kHeadDim>() {
+      if constexpr (sm90::has_backward(kHeadDim)) {
+        return sm90::order_backward<Element, kHeadDim>(params, stream);
+      } else {
+        return cudaErrorInvalidValue;
+      }
+    });
+  };
   const BackwardKernels kernels = {
       .family = kSm90Family.name,
       .variant = "",
       .tiles = tiles_of(problem),
       .launch = launch,
-      .launch_query_gradients = [&](const float* sums) { return sm90::launch_query_gradients(problem, sums, stream); },
+      .order = order,
+      .launch_query_gradients =
+          [&](const BackwardParams& params) { return sm90::launch_query_gradients(problem, params, stream); },
       .launch_query_backward =
           [&](const BackwardParams& params, bool planned) {
             return by_type(problem, [&]<typename Element, int kHeadDim>() {

@@ -57,8 +57,8 @@ struct ForwardBlock {
   };
   static constexpr std::size_t kPlannedOffset = Config::kTilesBytes + (sizeof(Shared) + 15) / 16 * 16;
   static constexpr std::size_t kStagingOffset = (kPlannedOffset + (kPlanned ? sizeof(Planned) : 0) + 15) / 16 * 16;
-  // Each warp of a consumer stores its 16 rows through memory of its own, as many columns at a time as there is room for;
-  // where there is none, through its rows of the queries.
+  // Each warp of a consumer stores its 16 rows through memory of its own, as many columns at a time as there is room
+  // for; where there is none, through its rows of the queries.
   static constexpr int kWarps = 4 * kConsumers;
   static constexpr std::size_t staging_bytes(int columns) { return std::size_t{kWarps} * 16 * 2 * columns; }
   static constexpr int staged_columns() {

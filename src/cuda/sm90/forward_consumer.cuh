@@ -67,10 +67,12 @@ struct ForwardConsumer {
   __device__ int column_of(int n) const { return 8 * n + 2 * (thread() % 4); }
 
   // One arrival for the warp group, whose products end together. At the keys of a plan one for each warp: it also says
-  // that the warp has read the facts of the stage before.
-  static constexpr int kKeyReleases = kPlanned ? 4 : 1;
-  // A bias is read by the threads themselves. What other threads have written, as opposed to the copy engine, each of
-  // them hands back: of a lane that did so for its warp, compute-sanitizer would not know that the others have read.
+  // that the warp has read the facts of the stage before. Facts, and biases, are read by the threads themselves, and of
+  // what other threads have written, as opposed to the copy engine, each of them hands back its part: of a lane that
+  // did so for its warp, compute-sanitizer would not know that the others have read. (Where consumers take turns and
+  // look whether rows are calm, it finds an order in these barriers.)
+  static constexpr bool kOrdersWarps = Config::kTakesTurns && Config::kHasCalmLoop;
+  static constexpr int kKeyReleases = !kPlanned ? 1 : kOrdersWarps ? 4 : kWarpGroup;
   static constexpr int kBiasReleases = Config::kRowBiased ? 4 : kWarpGroup;
   template <int kStages>
   __device__ void release(Pipeline<kStages>& pipeline, Position<kStages>& at, int releases = 1) {
@@ -133,8 +135,8 @@ struct ForwardConsumer {
     constexpr int kPieces = Config::kValuePanels * 8;
     // Seldom: not worth registers.
 #pragma unroll 1
-    for (int index = recomputed(static_cast<int>(threadIdx.x)) - kWarpGroup; index < (first_key + kTileKeys - existing) * kPieces;
-         index += kConsumers * kWarpGroup) {
+    for (int index = recomputed(static_cast<int>(threadIdx.x)) - kWarpGroup;
+         index < (first_key + kTileKeys - existing) * kPieces; index += kConsumers * kWarpGroup) {
       const int row = existing - first_key + index / kPieces, piece = index % kPieces;
       const std::uint32_t address = tile_values + piece / 8 * kTilePanel + row * 128 + piece % 8 * 16;
       store_shared_16(address, {0, 0, 0, 0});
@@ -513,8 +515,8 @@ struct ForwardConsumer {
     for (int i = 0; i < 2; ++i) row_max[i] = true_max[i];
   }
 
-  // The work's rows, and what is known of them. The fewer instructions follow one another the better: the other consumers
-  // are about to end, too, so that few products run beside these.
+  // The work's rows, and what is known of them. The fewer instructions follow one another the better: the other
+  // consumers are about to end, too, so that few products run beside these.
   __device__ void store() const {
     const ForwardParams& params = block.params;
     const int head = block.head_of(work(), group);
@@ -530,7 +532,8 @@ struct ForwardConsumer {
       const float inverse_sum = __fdividef(1.0f, sum_with_sink<Element>(params, head, row_max[i], row_sums[i]));
       inverse[i] = empty ? 0.0f : inverse_sum;
     }
-    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))), lane = own_thread % 32;
+    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))),
+                   lane = own_thread % 32;
     const int first_row = block.first_row_of(work(), group) + static_cast<int>(own_thread / 32 % 4 * 16);
     store_rows(inverse, first_row, head);
     release_staged_queries();
@@ -550,7 +553,8 @@ struct ForwardConsumer {
     constexpr unsigned kPieces = Block::kStagedColumns / 8, kRowBytes = 16 * kPieces, kRowsAtOnce = 32 / kPieces;
     const ForwardParams& params = block.params;
     const int count = params.rows - first_row, stride = static_cast<int>(params.out.token_stride);
-    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))), lane = own_thread % 32;
+    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))),
+                   lane = own_thread % 32;
     const std::uint32_t staged = block.queries +
                                  (Block::kStagesInQueries ? 0 : static_cast<std::uint32_t>(Block::kStagingOffset)) +
                                  (4 * static_cast<unsigned>(group) + own_thread / 32 % 4) * (16 * kRowBytes);

@@ -25,44 +25,46 @@ __host__ __device__ std::int64_t row_parts(std::int64_t rows) {
 // One block for 64 rows of a tile. Of eight columns of these a warp group's threads have left four sums each, as
 // accumulators have them (ptx/wgmma.cuh); the next eight columns follow.
 template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kWarpGroup)
-    query_gradient_kernel(const __grid_constant__ BackwardProblem problem, const float* sums) {
-  const auto parts = static_cast<unsigned>(row_parts<kHeadDim>(problem.rows));
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const std::int64_t pair = blockIdx.x / parts;
+__global__ void __launch_bounds__(kWarpGroup) query_gradient_kernel(const __grid_constant__ BackwardParams params) {
+  const TokenView& dquery = params.dquery;
+  // 32 bits: divisions of 64 take long.
+  const auto parts = static_cast<unsigned>(row_parts<kHeadDim>(params.rows));
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, pair = static_cast<int>(blockIdx.x / parts);
   const int row = static_cast<int>(blockIdx.x % parts) * kPartRows + thread / 32 * 16 + lane / 4;
-  const auto* source = reinterpret_cast<const float4*>(sums + std::int64_t{blockIdx.x} * kPartRows * kHeadDim) + thread;
-  auto* target = static_cast<std::uint16_t*>(problem.dquery.data) + pair / problem.heads * problem.dquery.batch_stride +
-                 pair % problem.heads * problem.dquery.head_stride + row * problem.dquery.token_stride;
-  const float scale = static_cast<float>(problem.scale);
-  const int head_dim = static_cast<int>(problem.head_dim);
-  const bool aligned = head_dim % 8 == 0 && reinterpret_cast<std::uintptr_t>(problem.dquery.data) % 16 == 0;
+  const auto* source =
+      reinterpret_cast<const float4*>(params.dquery_sums + std::int64_t{blockIdx.x} * kPartRows * kHeadDim) + thread;
+  auto* target = static_cast<std::uint16_t*>(dquery.data) + pair / params.heads * dquery.batch_stride +
+                 pair % params.heads * dquery.head_stride + row * dquery.token_stride;
+  const float scale = params.score.scale;
 #pragma unroll
   for (int first = 0; first < kHeadDim / 8; first += 4) {
+    float4 four[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) four[n] = __ldcg(source + (first + n) * kWarpGroup);
     std::uint32_t words[2][4];  // of rows 8 apart
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float4 part = __ldcs(source + (first + n) * kWarpGroup);
-      words[0][n] = pack<Element>(part.x * scale, part.y * scale);
-      words[1][n] = pack<Element>(part.z * scale, part.w * scale);
+      words[0][n] = pack<Element>(four[n].x * scale, four[n].y * scale);
+      words[1][n] = pack<Element>(four[n].z * scale, four[n].w * scale);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       transpose_quad(words[half]);
-      if (row + 8 * half >= problem.rows) continue;
-      store_piece(target + 8 * half * problem.dquery.token_stride, first + lane % 4, words[half], head_dim, aligned);
+      if (row + 8 * half >= params.rows) continue;
+      store_piece(target + 8 * half * dquery.token_stride, first + lane % 4, words[half], params.head_dim,
+                  params.aligned);
     }
   }
 }
 
 }  // namespace
 
-cudaError_t launch_query_gradients(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
+cudaError_t launch_query_gradients(const BackwardProblem& problem, const BackwardParams& params, cudaStream_t stream) {
   return by_type(problem, [&]<typename Element, int kHeadDim>() {
     if constexpr (has_backward(kHeadDim)) {
       const std::int64_t blocks = row_parts<kHeadDim>(problem.rows) * problem.heads * problem.batch;
       return launch_blocks(query_gradient_kernel<Element, kHeadDim>, {.blocks = blocks, .threads = kWarpGroup}, stream,
-                           problem, sums);
+                           params);
     } else {
       return cudaErrorInvalidValue;  // takes_backward declines
     }

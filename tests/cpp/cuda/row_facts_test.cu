@@ -40,7 +40,9 @@ class Call {
     problem_.batch = uniform(rng, 1, 3), problem_.rows = uniform(rng, 1, 150), problem_.heads = uniform(rng, 1, 6);
     constexpr int kHeadDims[] = {1, 8, 20, 33, 64, 96, 128, 200, 256};
     problem_.head_dim = kHeadDims[rng() % 9];
-    pass_.row_tile = rng() % 2 == 0 ? 64 : 128;
+    constexpr int kRowTiles[] = {32, 64, 128};
+    pass_.row_tile = kRowTiles[rng() % 3];
+    pass_.sum_width = 32 << rng() % 4, clears_ = rng() % 2 == 0;
     pass_.natural = rng() % 2 == 0 ? 1.0f : 0.3f;
     has_stats_ = rng() % 4 != 0, has_dlse_ = rng() % 2 == 0, has_sink_ = rng() % 8 != 0;
     padded_rows_ = (problem_.rows + pass_.row_tile - 1) / pass_.row_tile * pass_.row_tile;
@@ -79,12 +81,16 @@ class Call {
     const DeviceMemory facts(static_cast<std::size_t>(fact_count) * sizeof(RowFacts));
     const DeviceMemory flags(std::vector<RowFlags>(1));
     pass_.facts = static_cast<RowFacts*>(facts.get()), pass_.flags = static_cast<RowFlags*>(flags.get());
+    const std::int64_t sum_count = problem_.batch * problem_.heads * padded_rows_ * pass_.sum_width;
+    const DeviceMemory sums(std::vector<float>(static_cast<std::size_t>(sum_count), kNaN));
+    if (clears_) pass_.query_sums = static_cast<float*>(sums.get());
     expect_success(launch_row_facts(problem_, pass_, nullptr));
     if (has_sink_) expect_success(launch_sink_gradients(problem_, pass_.sink_parts, nullptr));
     facts_ = to_host(pass_.facts, fact_count);
     if (pass_.stats != nullptr) own_stats_ = to_host(pass_.stats, static_cast<std::int64_t>(rows));
     if (has_sink_) dsinks_ = to_host(static_cast<const float*>(dsink.get()), problem_.heads);
     flags_ = to_host(pass_.flags, 1)[0];
+    sums_ = to_host(static_cast<const float*>(sums.get()), sum_count);
   }
 
   void expect_right() const {
@@ -102,6 +108,8 @@ class Call {
         EXPECT_NEAR(got, dsink, 1e-5 * size) << "head " << h;
       }
     }
+    const auto cleared = std::count(sums_.begin(), sums_.end(), 0.0f);
+    EXPECT_EQ(static_cast<std::size_t>(cleared), clears_ ? sums_.size() : 0);
     EXPECT_EQ(flags_.has_large_row, flags.has_large_row);
     EXPECT_EQ(flags_.has_unseen_row, flags.has_unseen_row);
   }
@@ -199,11 +207,11 @@ class Call {
 
   BackwardProblem problem_;
   RowPass pass_;
-  bool has_stats_ = false, has_dlse_ = false, has_sink_ = false;
+  bool has_stats_ = false, has_dlse_ = false, has_sink_ = false, clears_ = false;
   std::int64_t padded_rows_ = 0;
   std::vector<Row> rows_;
   std::vector<Element> out_, dout_;
-  std::vector<float> sinks_, lse_, dlse_, dsinks_;
+  std::vector<float> sinks_, lse_, dlse_, dsinks_, sums_;
   std::vector<RowStats> stats_, own_stats_;
   std::vector<RowFacts> facts_;
   RowFlags flags_ = {};

@@ -4,5 +4,6 @@
 namespace flash_dmattn::internal::cuda {
 
 inline void begin_dependent_kernel() {}
+inline void end_dependent_kernel() {}
 
 }  // namespace flash_dmattn::internal::cuda
