@@ -77,7 +77,11 @@ def main() -> None:
     try:
         train(run, text, until, checkpoint, arguments.checkpoint_every)
     except KeyboardInterrupt:
-        sys.exit(f"\nInterrupted. --resume continues from {checkpoint}.")
+        if run.saved_step is None:
+            sys.exit(
+                f"\nInterrupted before the first checkpoint (every {arguments.checkpoint_every} steps): none to resume."
+            )
+        sys.exit(f"\nInterrupted. --resume continues from step {run.saved_step}, {checkpoint}.")
     if run.step < run.training.steps:
         print(f"Paused at step {run.step} of {run.training.steps}. --resume continues.")
         return

@@ -52,6 +52,7 @@ class Run:
     step: int = 0  # steps done
     losses: list[float] = field(default_factory=list)  # bits per byte, one per step
     seconds: float = 0.0  # spent training
+    saved_step: int | None = None  # of the last checkpoint; None: there is none of this run yet
 
     @classmethod
     def start(cls, model: ModelConfig, training: TrainingConfig, device: str) -> Run:
@@ -67,6 +68,7 @@ class Run:
         run.model.load_state_dict(saved["model"])
         run.optimizer.load_state_dict(saved["optimizer"])
         run.step, run.losses, run.seconds = saved["step"], saved["losses"], saved["seconds"]
+        run.saved_step = run.step
         return run
 
     def save(self, path: Path) -> None:
@@ -83,6 +85,7 @@ class Run:
         partial = path.with_suffix(".partial")
         torch.save(saved, partial)
         os.replace(partial, path)
+        self.saved_step = self.step
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from flash_dmattn import dynamic_mask_attention
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import train_language_model  # noqa: E402
 from language_model.comparison import topk_mask_attention  # noqa: E402
 from language_model.model import LanguageModel, ModelConfig  # noqa: E402
 from language_model.text import load_text  # noqa: E402
@@ -30,6 +31,17 @@ def run_example(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / "train_language_model.py"), "--output", str(output), *TINY, *flags]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_nothing_is_resumed_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_language_model, "train", interrupted)
+    monkeypatch.setattr(sys, "argv", ["train_language_model.py", "--output", str(tmp_path), *TINY])
+    with pytest.raises(SystemExit, match="before the first checkpoint"):
+        train_language_model.main()
+    assert not (tmp_path / "checkpoint.pt").exists()
 
 
 def summary_of(output: Path) -> dict[str, object]:
