@@ -1,0 +1,298 @@
+// Which keys a chunk of rows lists, and in which order: what blocks of make_plan.cu do first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/plan/chunk_rules.cuh"
+
+namespace flash_dmattn::internal::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kPlanWarps = 32;
+constexpr int kPlanThreads = 32 * kPlanWarps;
+constexpr int kScanKeys = 8;  // keys of a lane that are in flight together while all keys are looked at
+constexpr int kListKeys = 4;  // the same while units are worked out
+// The order of a list: bin b of the first kChunkUnits holds the keys that the first unit sees and unit 15 - b sees
+// last.
+constexpr int kLaterBin = kChunkUnits;  // keys that the first unit does not see
+constexpr int kBins = kChunkUnits + 1;
+// ListOrder::kUnits sorts by digits of so many bits.
+constexpr int kDigitBits = 4;
+static_assert(1 << kDigitBits <= kBins && kChunkUnits % (2 * kDigitBits) == 0);  // an even number of passes
+// Lists of at most this many keys are put in order in shared memory, longer ones in global memory.
+constexpr std::int32_t kStagedKeys = 5120;
+
+// Listed keys by index, and what units_of_keys says of each; and what it says of each in the order of the plan.
+struct Staging {
+  std::int32_t* keys;
+  std::uint32_t* units;
+  std::uint32_t* ordered_units;
+  std::int32_t* counts;  // ListOrder::kUnits: how many keys are listed; of all chunks
+};
+constexpr std::size_t kStagedBytes = kStagedKeys * (sizeof(std::int32_t) + 2 * sizeof(std::uint32_t));
+
+__device__ inline int bin_of(std::uint32_t units) {
+  return (units & 1) != 0 ? __clz(units & kAnyUnit) - (32 - kChunkUnits) : kLaterBin;
+}
+
+// The sum of the values of this lane and those before it.
+__device__ inline std::int32_t inclusive_sum(std::int32_t value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const std::int32_t before = __shfl_up_sync(kAllLanes, value, distance);
+    if (lane >= distance) value += before;
+  }
+  return value;
+}
+
+struct SharedCounts {
+  std::int32_t listed[2][kPlanWarps];  // keys that a warp found, in rounds of even and odd number
+  std::int32_t lowest[kPlanWarps], highest[kPlanWarps];
+  std::int32_t bins[kPlanWarps][kBins];  // a warp's keys of a bin, then where its next key of the bin stands
+  std::int32_t totals[kBins];
+  std::int32_t unit_tiles[kChunkUnits];
+  unsigned long long unit_keys;  // of every unit those that it sees, summed
+};
+
+struct Found {
+  std::int32_t count = 0;  // keys that some unit sees
+  std::int32_t lowest = INT32_MAX, highest = -1;
+};
+
+// Finds all keys that some unit of the chunk sees and writes the first `capacity` of them by index. Every warp takes up
+// to 32 neighbouring words of 32 keys a round; lane u keeps the word that says which keys of the u-th are listed.
+__device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity, std::int32_t* listed,
+                                  SharedCounts& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const std::int32_t words = (rules.limit - 1) / 32 + 1;  // limit > 0
+  const std::int32_t warp_words = min(32, (words - 1) / kPlanWarps + 1);
+  const bool intervals_only = rules.begin != nullptr && rules.begin_stride == 1 && rules.end_stride == 1 &&
+                              rules.key_mask == nullptr && rules.packed == nullptr;
+  Found found;
+  std::int32_t lowest = INT32_MAX, highest = -1;
+  for (std::int32_t round = 0; round * kPlanWarps < (words - 1) / warp_words + 1; ++round) {
+    const std::int32_t first_word = (round * kPlanWarps + warp) * warp_words;
+    std::uint32_t word = 0;
+    if (first_word < words) {
+      for (std::int32_t u = 0; u < warp_words; u += kScanKeys) {
+        bool visible[kScanKeys];
+        if (intervals_only && (first_word + u + kScanKeys) * 32 <= rules.limit) {
+          intervals_show(rules, (first_word + u) * 32 + lane, visible);
+        } else {
+#pragma unroll
+          for (int part = 0; part < kScanKeys; part += kListKeys) {
+            std::int32_t keys[kListKeys];
+            std::uint32_t units[kListKeys];
+#pragma unroll
+            for (int k = 0; k < kListKeys; ++k) keys[k] = min(first_word + u + part + k, words) * 32 + lane;
+            units_of_keys(rules, keys, units);
+#pragma unroll
+            for (int k = 0; k < kListKeys; ++k) visible[part + k] = units[k] != 0;
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kScanKeys; ++k) {
+          const std::uint32_t ballot = __ballot_sync(kAllLanes, visible[k]);
+          if (lane == u + k) word = ballot;
+        }
+      }
+    }
+    if (lane >= warp_words) word = 0;  // the next warp's
+    const std::int32_t first_key = (first_word + lane) * 32;
+    if (word != 0) {
+      lowest = min(lowest, first_key + __ffs(word) - 1);
+      highest = max(highest, first_key + 31 - __clz(word));
+    }
+    const std::int32_t up_to_lane = inclusive_sum(__popc(word));
+    if (lane == 31) shared.listed[round % 2][warp] = up_to_lane;
+    __syncthreads();
+    const std::int32_t up_to_warp = inclusive_sum(shared.listed[round % 2][lane]);
+    const std::int32_t before_warp = warp == 0 ? 0 : __shfl_sync(kAllLanes, up_to_warp, warp - 1);
+    std::int32_t position = found.count + before_warp + up_to_lane - __popc(word);
+    for (; word != 0 && position < capacity; word &= word - 1) listed[position++] = first_key + __ffs(word) - 1;
+    found.count += __shfl_sync(kAllLanes, up_to_warp, 31);
+  }
+  lowest = __reduce_min_sync(kAllLanes, lowest);
+  highest = __reduce_max_sync(kAllLanes, highest);
+  if (lane == 0) shared.lowest[warp] = lowest, shared.highest[warp] = highest;
+  __syncthreads();  // and what is listed can be read
+  found.lowest = __reduce_min_sync(kAllLanes, shared.lowest[lane]);
+  found.highest = __reduce_max_sync(kAllLanes, shared.highest[lane]);
+  return found;
+}
+
+// The keys that a warp takes in a pass of sorting: an equal share of neighbours.
+struct Share {
+  std::int32_t first, last;
+};
+__device__ inline Share share_of_warp(std::int32_t count) {
+  const std::int32_t share = ((count - 1) / kPlanThreads + 1) * 32;
+  const std::int32_t first = min(static_cast<std::int32_t>(threadIdx.x / 32) * share, count);
+  return {first, min(first + share, count)};
+}
+
+// Keys, and what units_of_keys says of each.
+struct KeyUnits {
+  std::int32_t* keys;
+  std::uint32_t* units;
+};
+
+// The second half of a stable counting sort: every warp has counted in its row of shared.bins which of its keys are in
+// which bin, and all threads are past a barrier.
+template <typename BinOf>
+__device__ inline void place_keys(std::int32_t count, const KeyUnits& from, const KeyUnits& to, BinOf bin_of_units,
+                                  SharedCounts& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto [first, last] = share_of_warp(count);
+  std::int32_t* bins = shared.bins[warp];
+  if (warp < kBins) {  // where each warp's keys of bin `warp` start inside the bin
+    const std::int32_t keys = shared.bins[lane][warp], up_to_lane = inclusive_sum(keys);
+    shared.bins[lane][warp] = up_to_lane - keys;
+    if (lane == 31) shared.totals[warp] = up_to_lane;
+  }
+  __syncthreads();
+  const std::int32_t total = lane < kBins ? shared.totals[lane] : 0;
+  const std::int32_t bin_start = inclusive_sum(total) - total;
+  if (lane < kBins) bins[lane] += bin_start;
+  __syncwarp();
+  for (std::int32_t base = first; base < last; base += 32) {
+    const std::int32_t listed = base + lane;
+    const bool active = listed < last;
+    const std::uint32_t units = active ? from.units[listed] : 0;
+    const int bin = active ? bin_of_units(units) : kBins;
+    const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+    const int rank = __popc(peers & ((1u << lane) - 1));
+    const std::int32_t position = active ? bins[bin] + rank : 0;
+    __syncwarp();
+    if (active && rank == 0) bins[bin] += __popc(peers);
+    __syncwarp();
+    if (active) {
+      to.keys[position] = from.keys[listed];
+      to.units[position] = units;
+    }
+  }
+}
+
+// -1 behind `count` ordered keys, up to a multiple of two tiles.
+__device__ inline void pad_keys(std::int32_t count, std::int32_t* ordered_keys) {
+  constexpr std::int32_t kPadding = 2 * kPlanTileKeys;
+  const std::int32_t padded = ((count - 1) / kPadding + 1) * kPadding;
+  for (std::int32_t position = count + static_cast<std::int32_t>(threadIdx.x); position < padded;
+       position += kPlanThreads) {
+    ordered_keys[position] = -1;
+  }
+}
+
+// Puts `count` keys, listed by index, in the order ListOrder::kFirstUnit: a stable counting sort of one pass.
+__device__ inline void order_by_first_unit(const ChunkRules& rules, std::int32_t count, const Staging& staging,
+                                           std::int32_t* ordered_keys, SharedCounts& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto [first, last] = share_of_warp(count);
+  std::int32_t* bins = shared.bins[warp];
+  if (lane < kBins) bins[lane] = 0;
+  __syncwarp();
+  for (std::int32_t base = first; base < last; base += 32 * kListKeys) {
+    std::int32_t keys[kListKeys];
+    std::uint32_t units[kListKeys];
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t listed = base + k * 32 + lane;
+      keys[k] = listed < last ? staging.keys[listed] : -1;
+    }
+    units_of_keys(rules, keys, units);
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t listed = base + k * 32 + lane;
+      if (listed < last) staging.units[listed] = units[k];
+      const int bin = listed < last ? bin_of(units[k]) : kBins;
+      const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+      if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
+      __syncwarp();
+    }
+  }
+  __syncthreads();
+  place_keys(count, {staging.keys, staging.units}, {ordered_keys, staging.ordered_units}, bin_of, shared);
+  pad_keys(count, ordered_keys);
+}
+
+// Where a set of units stands in the reflected binary Gray code, in which neighbours differ by one unit (Gray, US
+// patent 2632058). The code's bits are the units with the bits of their numbers reversed: 15, 7, 11, 3, 13, ...
+// Neighbouring units that see the same keys would cancel each other out where they are neighbouring bits.
+__device__ inline std::uint32_t gray_rank(std::uint32_t units) {
+  static_assert(kChunkUnits == 16);
+  std::uint32_t rank = units & kAnyUnit;
+  std::uint32_t swapped = (rank >> 7 ^ rank) & 0x00aa;  // units whose numbers differ by bits 0 and 3
+  rank ^= swapped ^ swapped << 7;
+  swapped = (rank >> 2 ^ rank) & 0x0c0c;  // by bits 1 and 2
+  rank ^= swapped ^ swapped << 2;
+#pragma unroll
+  for (int distance = 1; distance < kChunkUnits; distance *= 2) rank ^= rank >> distance;
+  return rank;
+}
+
+// The units of `count` keys, listed by index, into `listed`, and the keys there, too. Returns how many units see each
+// key, summed over the keys, to all threads.
+__device__ inline std::int64_t look_up_units(const ChunkRules& rules, std::int32_t count, const std::int32_t* keys,
+                                             const KeyUnits& listed, SharedCounts& shared) {
+  if (threadIdx.x == 0) shared.unit_keys = 0;
+  __syncthreads();
+  std::int32_t sum = 0;
+  for (std::int32_t base = threadIdx.x; base < count; base += kPlanThreads * kListKeys) {
+    std::int32_t batch[kListKeys];
+    std::uint32_t units[kListKeys];
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t position = base + k * kPlanThreads;
+      batch[k] = position < count ? keys[position] : -1;
+    }
+    units_of_keys(rules, batch, units);
+#pragma unroll
+    for (int k = 0; k < kListKeys; ++k) {
+      const std::int32_t position = base + k * kPlanThreads;
+      if (position >= count) continue;
+      listed.keys[position] = batch[k];
+      listed.units[position] = units[k];
+      sum += __popc(units[k] & kAnyUnit);
+    }
+  }
+  atomicAdd(&shared.unit_keys, static_cast<unsigned long long>(sum));
+  __syncthreads();
+  return static_cast<std::int64_t>(shared.unit_keys);
+}
+
+// A pass of a stable sort of `count` keys by their Gray rank: by its digit from bit `shift` on.
+__device__ inline void sort_by_digit(std::int32_t count, int shift, const KeyUnits& from, const KeyUnits& to,
+                                     SharedCounts& shared) {
+  const auto digit_of = [&](std::uint32_t units) {
+    return static_cast<int>(gray_rank(units) >> shift & ((1u << kDigitBits) - 1));
+  };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto [first, last] = share_of_warp(count);
+  std::int32_t* bins = shared.bins[warp];
+  if (lane < kBins) bins[lane] = 0;
+  __syncwarp();
+  for (std::int32_t base = first; base < last; base += 32) {
+    const std::int32_t listed = base + lane;
+    const int bin = listed < last ? digit_of(from.units[listed]) : kBins;
+    const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+    if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
+    __syncwarp();
+  }
+  __syncthreads();
+  place_keys(count, from, to, digit_of, shared);
+  __syncthreads();
+}
+
+// Puts `count` keys, listed by index in `ordered`, in the order ListOrder::kUnits there; `other` has room for as many.
+__device__ inline void order_by_units(std::int32_t count, const KeyUnits& ordered, const KeyUnits& other,
+                                      SharedCounts& shared) {
+#pragma unroll 1
+  for (int shift = 0; shift < kChunkUnits; shift += 2 * kDigitBits) {
+    sort_by_digit(count, shift, ordered, other, shared);
+    sort_by_digit(count, shift + kDigitBits, other, ordered, shared);
+  }
+}
+
+}  // namespace flash_dmattn::internal::cuda
