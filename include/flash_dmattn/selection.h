@@ -45,7 +45,7 @@ struct SelectionInputs {
   TensorView seqlens_k{};  // optional int32 (B): only the first seqlens_k[b] keys exist
   // Optional int32 (documents + 1), or (B, documents + 1) for bounds of each batch element's own: selection restarts in
   // every document, whose keys alone compete, and ends with it. cu_seqlens_k needs cu_seqlens_q, has its shape, and is
-  // the same if not given. Neither goes with seqlens_k. CPU only: a Status says so on CUDA.
+  // the same if not given. Neither goes with seqlens_k.
   TensorView cu_seqlens_q{}, cu_seqlens_k{};
 };
 

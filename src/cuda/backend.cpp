@@ -2,8 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string>
-
 #include "core/arena.h"
 #include "cuda/device_kernels.h"
 #include "cuda/kernel_family.h"
@@ -67,11 +65,6 @@ Status backward(const BackwardProblem& problem, void* workspace, void* stream) {
 }
 
 Status selection_workspace(const SelectionProblem& problem, std::size_t* bytes) {
-  *bytes = 0;
-  if (problem.is_packed()) {
-    return Status::invalid("cu_seqlens_q", "must not be given on CUDA, whose kernels select within one document",
-                           "cu_seqlens_q of " + std::to_string(problem.documents) + " documents");
-  }
   *bytes = selection_workspace(problem);
   return check_current_device();
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/selection/arrivals.cuh"
 #include "cuda/selection/layout.h"
 #include "cuda/selection/live_keys.cuh"
 #include "cuda/selection/rank_tree.cuh"
@@ -39,23 +40,28 @@ __device__ Key lowest_before(int t, const LiveKeys<Key>& live, const Key* sArriv
 }
 
 // What an arrival does to the intervals of its head, which are those of keys that stay: it is never seen itself, or it
-// ends another's. That one began at an earlier row, or at row 0, where both are 0 then.
-template <typename Key>
-__device__ void write_eviction(Key arrival, Key lowest, const Arrivals& arrivals, std::int32_t* begin,
+// ends another's, which no row has seen if it began at the same one. Those of other documents end by themselves.
+template <typename Key, typename KeyArrivals>
+__device__ void write_eviction(Key arrival, Key lowest, const KeyArrivals& arrivals, std::int32_t* begin,
                                std::int32_t* end) {
-  const int key = index_of(arrival);
+  const int key = index_of(arrival), evicted = index_of(lowest), document = document_of(arrival);
   if (arrival < lowest) {
     begin[key] = end[key] = 0;
-  } else if (takes_part(lowest)) {
-    end[index_of(lowest)] = arrivals.row_of(key);
+  } else if (takes_part(lowest) && document_of(lowest) == document) {
+    const std::int32_t row = arrivals.first_row(document, key);
+    if (arrivals.first_row(document, evicted) == row) {
+      begin[evicted] = end[evicted] = 0;
+    } else {
+      end[evicted] = row;
+    }
   }
 }
 
-// A block per (batch, head, chunk).
-template <typename Key>
+// A block per (batch, head, chunk). `bounds`: as for sort_chunks.
+template <typename Key, typename KeyArrivals>
 __global__ void __launch_bounds__(kEvictionThreads<Key>, 2)
     find_evictions(const __grid_constant__ SelectionProblem problem, const __grid_constant__ ListLayout layout,
-                   const Key* lists, std::int64_t first_block) {
+                   const std::int32_t* bounds, const Key* lists, std::int64_t first_block) {
   using Tree = RankTree<kChunkKeys<Key>>;
   constexpr int kThreads = kEvictionThreads<Key>, kPerThread = kChunkKeys<Key> / kThreads;
   __shared__ SharedLists<Key> sLists;
@@ -93,7 +99,7 @@ __global__ void __launch_bounds__(kEvictionThreads<Key>, 2)
   for (int n = 0; n < kPerThread; ++n) came[n] = sArrivals[tree.sequence[threadIdx.x + n * kThreads]];
   tree.template build<kThreads>();
 
-  const Arrivals arrivals(problem, batch_head / problem.heads);
+  const KeyArrivals arrivals(problem, bounds, batch_head / problem.heads);
   std::int32_t* begin = problem.begin + batch_head * problem.keys;
   std::int32_t* end = problem.end + batch_head * problem.keys;
 #pragma unroll

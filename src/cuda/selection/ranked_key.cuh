@@ -1,5 +1,5 @@
-// A key as one integer: its rank and, below it, its index, so that no two are equal and the newer of two equal scores
-// is higher. And how such integers are searched.
+// A key as one integer: its document, if there are several, its rank and, below that, its index, so that no two are
+// equal and the newer of two equal scores is higher. And how such integers are searched.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,14 @@ template <typename Key, typename Bits>
 __device__ Key make_ranked_key(Bits rank, std::int64_t index) {
   return static_cast<Key>(rank) << kIndexBits<Key> | static_cast<Key>(index);
 }
+// Of packed documents: Uint128 has room above a rank of 64 bits. All keys of a document are then higher than those of
+// the documents before, so that these are evicted first.
+constexpr int kDocumentShift = 96;
+template <typename Key>
+__device__ int document_of(Key key) {
+  if constexpr (sizeof(Key) == 16) return static_cast<int>(key >> kDocumentShift);
+  return 0;
+}
 template <typename Key>
 __device__ int index_of(Key key) {
   return static_cast<int>(key & ((Key{1} << kIndexBits<Key>)-1));
@@ -36,25 +44,6 @@ template <typename Key>
 __device__ bool takes_part(Key key) {
   return key >> kIndexBits<Key> != 0;
 }
-
-// The keys of a batch element that exist, and the row at which each comes.
-struct Arrivals {
-  std::int64_t existing, history;
-  bool causal;
-
-  __device__ Arrivals(const SelectionProblem& problem, std::int64_t batch) : existing(problem.keys) {
-    if (problem.seqlens != nullptr) {
-      const std::int64_t length = problem.seqlens[batch * problem.seqlens_stride];
-      existing = length < 0 ? 0 : length < existing ? length : existing;
-    }
-    history = existing - problem.rows;
-    causal = problem.causal;
-  }
-
-  __device__ std::int32_t row_of(std::int64_t key) const {
-    return causal && key > history ? static_cast<std::int32_t>(key - history) : 0;
-  }
-};
 
 // How many of `count` ascending keys are lower than `key`. Without branches but the loop's, which the lanes of a warp
 // leave together if their counts are alike.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/selection/arrivals.cuh"
 #include "cuda/selection/layout.h"
 #include "cuda/selection/ranked_key.cuh"
 
@@ -44,11 +45,12 @@ __device__ Key block_sort(Key key, Key (*sRuns)[kChunkKeys<Key>]) {
   return key;
 }
 
-// A block per (batch, head, chunk), a thread per key. `lists` is null if no key can be evicted.
-template <typename Format, typename Key>
+// A block per (batch, head, chunk), a thread per key. `lists` is null if no key can be evicted. KeyArrivals: Arrivals
+// or PackedArrivals, which `bounds` are for.
+template <typename Format, typename Key, typename KeyArrivals>
 __global__ void __launch_bounds__(kChunkKeys<Key>)
-    sort_chunks(const __grid_constant__ SelectionProblem problem, const __grid_constant__ ListLayout layout, Key* lists,
-                std::int64_t first_block) {
+    sort_chunks(const __grid_constant__ SelectionProblem problem, const __grid_constant__ ListLayout layout,
+                const std::int32_t* bounds, Key* lists, std::int64_t first_block) {
   using Bits = typename Format::Bits;
   __shared__ Key sRuns[2][kChunkKeys<Key>];
 
@@ -57,10 +59,10 @@ __global__ void __launch_bounds__(kChunkKeys<Key>)
   const std::int64_t batch_head = block / layout.chunks, chunk = block % layout.chunks;
   const std::int64_t batch = batch_head / problem.heads, head = batch_head % problem.heads;
   const std::int64_t key = chunk * kChunkKeys<Key> + threadIdx.x;
-  const Arrivals arrivals(problem, batch);
+  const Arrival arrival = KeyArrivals(problem, bounds, batch).of(key);
 
   Bits rank = 0;
-  if (problem.window > 0 && key < arrivals.existing) {
+  if (problem.window > 0 && key < problem.keys && arrival.exists()) {
     const auto* scores = static_cast<const Bits*>(problem.scores);
     const std::int64_t mask_at =
         batch * problem.mask_strides[0] + head * problem.mask_strides[1] + key * problem.mask_strides[2];
@@ -71,12 +73,15 @@ __global__ void __launch_bounds__(kChunkKeys<Key>)
   }
   if (key < problem.keys) {
     const std::int64_t at = batch_head * problem.keys + key;
-    problem.begin[at] = rank != 0 ? arrivals.row_of(key) : 0;
-    problem.end[at] = rank != 0 ? static_cast<std::int32_t>(problem.rows) : 0;
+    problem.begin[at] = rank != 0 ? arrival.first_row : 0;
+    problem.end[at] = rank != 0 ? arrival.end_row : 0;
   }
   if (lists == nullptr) return;
-  lists[batch_head * layout.head_keys + chunk * kChunkKeys<Key> + threadIdx.x] =
-      block_sort(make_ranked_key<Key>(rank, key), sRuns);
+  Key ranked = make_ranked_key<Key>(rank, key);
+  if constexpr (sizeof(Key) == 16) {
+    if (rank != 0) ranked |= static_cast<Key>(arrival.document) << kDocumentShift;
+  }
+  lists[batch_head * layout.head_keys + chunk * kChunkKeys<Key> + threadIdx.x] = block_sort(ranked, sRuns);
 }
 
 }  // namespace flash_dmattn::internal::cuda

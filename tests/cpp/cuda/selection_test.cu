@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -59,6 +61,8 @@ struct Case {
   DType dtype = DType::kFloat32;
   Scores scores = Scores::kTies;
   bool masked = false, with_lengths = false, odd_strides = false;
+  std::int64_t documents = 0;  // 0: not packed
+  bool wild_bounds = false;    // of documents: anything, in any order
 };
 
 std::string describe(const Case& c) {
@@ -66,7 +70,8 @@ std::string describe(const Case& c) {
          " rows " + std::to_string(c.rows) + " window " + std::to_string(c.window) + " causal " +
          std::to_string(c.causal) + " dtype " + std::to_string(static_cast<int>(c.dtype)) + " scores " +
          std::to_string(static_cast<int>(c.scores)) + " masked " + std::to_string(c.masked) + " lengths " +
-         std::to_string(c.with_lengths) + " strides " + std::to_string(c.odd_strides);
+         std::to_string(c.with_lengths) + " strides " + std::to_string(c.odd_strides) + " documents " +
+         std::to_string(c.documents) + " wild " + std::to_string(c.wild_bounds);
 }
 
 struct FloatBits {
@@ -119,7 +124,7 @@ std::uint64_t score_bits(const Case& c, std::int64_t key, std::mt19937_64& rng) 
 
 struct Inputs {
   std::vector<std::uint8_t> scores, mask;
-  std::vector<std::int32_t> seqlens;
+  std::vector<std::int32_t> seqlens, row_bounds, key_bounds;
   SelectionProblem problem;  // without pointers
 };
 
@@ -154,6 +159,28 @@ Inputs make_inputs(const Case& c, std::mt19937_64& rng) {
       length = static_cast<std::int32_t>(rng() % static_cast<std::uint64_t>(c.keys + 4)) - 2;
     }
   }
+  if (c.documents > 0) {
+    p.documents = c.documents;
+    const bool shared = rng() % 2 == 0;
+    const std::int64_t stride = c.odd_strides ? 2 : 1, own = (c.documents + 1) * stride;
+    const auto make = [&](std::int64_t length, std::vector<std::int32_t>& bounds, DocumentBounds* view) {
+      view->stride = stride, view->batch_stride = shared ? 0 : own;
+      bounds.resize(static_cast<std::size_t>(own * (shared ? 1 : c.batch)));
+      for (std::int32_t& bound : bounds) {
+        bound = static_cast<std::int32_t>(rng() % static_cast<std::uint64_t>(length + 9)) - 4;
+      }
+      if (c.wild_bounds) return;
+      for (std::size_t first = 0; first < bounds.size(); first += static_cast<std::size_t>(own)) {
+        const auto begin = bounds.begin() + static_cast<std::ptrdiff_t>(first);
+        std::sort(begin, begin + own);
+        if (rng() % 2 == 0) *begin = 0, *(begin + (own - stride)) = static_cast<std::int32_t>(length);
+      }
+    };
+    make(c.rows, in.row_bounds, &p.row_bounds);
+    make(c.keys, in.key_bounds, &p.key_bounds);
+    // Often the same, as where queries and keys are those of the same tokens.
+    if (c.rows == c.keys && rng() % 2 == 0) in.row_bounds = in.key_bounds;
+  }
   return in;
 }
 
@@ -168,6 +195,8 @@ Intervals on_host(const Inputs& in) {
   p.scores = in.scores.data();
   p.key_mask = in.mask.empty() ? nullptr : in.mask.data();
   p.seqlens = in.seqlens.empty() ? nullptr : in.seqlens.data();
+  p.row_bounds.data = in.row_bounds.empty() ? nullptr : in.row_bounds.data();
+  p.key_bounds.data = in.key_bounds.empty() ? nullptr : in.key_bounds.data();
   p.begin = result.begin.data();
   p.end = result.end.data();
   Executor& executor = default_executor();
@@ -193,8 +222,11 @@ enum class Garbage { kPoison, kUninitialised };
 void check(const Case& c, std::mt19937_64& rng, Garbage garbage = Garbage::kPoison) {
   const Inputs in = make_inputs(c, rng);
   const DeviceBytes scores(in.scores.data(), in.scores.size()), mask(in.mask.data(), in.mask.size()),
-      seqlens(in.seqlens.data(), in.seqlens.size() * 4);
+      seqlens(in.seqlens.data(), in.seqlens.size() * 4), row_bounds(in.row_bounds.data(), in.row_bounds.size() * 4),
+      key_bounds(in.key_bounds.data(), in.key_bounds.size() * 4);
   SelectionProblem p = in.problem;
+  p.row_bounds.data = static_cast<const std::int32_t*>(row_bounds.get());
+  p.key_bounds.data = static_cast<const std::int32_t*>(key_bounds.get());
   const auto bytes = static_cast<std::size_t>(p.batch * p.heads * p.keys) * 4;
   const DeviceBytes begin(bytes), end(bytes), workspace(cuda::selection_workspace(p));
   if (garbage == Garbage::kPoison) {
@@ -231,6 +263,15 @@ Case random_case(std::mt19937_64& rng, std::int64_t most_keys) {
   return c;
 }
 
+Case random_packed_case(std::mt19937_64& rng, std::int64_t most_keys) {
+  Case c = random_case(rng, most_keys);
+  c.with_lengths = false;
+  const std::int64_t documents[] = {1, 2, 5, 1 + c.keys / 300, 1 + c.keys, 3000};
+  c.documents = documents[rng() % 6];
+  c.wild_bounds = rng() % 4 == 0;
+  return c;
+}
+
 // Few cases that together run every kernel and every way through it: for the sanitizers.
 TEST(SelectionCuda, EveryPathOnce) {
   std::mt19937_64 rng(8);
@@ -259,6 +300,12 @@ TEST(SelectionCuda, SmallCases) {
 TEST(SelectionCuda, SomeChunks) {
   std::mt19937_64 rng(2);
   for (int round = 0; round < rounds(400) && !HasFatalFailure(); ++round) check(random_case(rng, 9000), rng);
+}
+
+TEST(SelectionCuda, PackedDocuments) {
+  std::mt19937_64 rng(9);
+  for (int round = 0; round < rounds(600) && !HasFatalFailure(); ++round) check(random_packed_case(rng, 60), rng);
+  for (int round = 0; round < rounds(200) && !HasFatalFailure(); ++round) check(random_packed_case(rng, 9000), rng);
 }
 
 // More chunks than one block merges: lists of lists, windows below and above a chunk.
