@@ -4,9 +4,9 @@
 #
 #   tools/sanitize_gpu.sh BUILD-DIRECTORY [TOOL...]      default: memcheck racecheck initcheck synccheck
 #
-# Tools run side by side, and the Python tests of each in GROUPS_PER_TOOL parts (default: as many as there are processors for):
-# what takes time is the instrumentation of kernels, by a processor. Logs are in BUILD-DIRECTORY/sanitizer. Does nothing
-# where there is no GPU. Any report fails it.
+# Tools run side by side, and the Python tests of each in GROUPS_PER_TOOL parts (default: as many as there are processors
+# for): what takes time is the instrumentation of kernels, by a processor. Logs are in BUILD-DIRECTORY/sanitizer. Does
+# nothing where there is no GPU. Any report fails it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -77,7 +77,7 @@ __device__ inline void load_columns(const std::uint16_t* row, int columns, bool 
   }
 }
 
-// Facts of a row, and what else its sums are, given the sum over its columns.
+// Stores a row's facts and what it adds to its sink's gradient; `sum`: of the products of out and dout.
 template <typename Element>
 __device__ void store_facts(const BackwardProblem& problem, const RowPass& pass, int batch, int head, std::int64_t row,
                             float sum, RowFacts* fact) {
@@ -123,10 +123,10 @@ __global__ void __launch_bounds__(kThreads)
            lane * 8;
   };
   const std::uint16_t *outs = at(problem.out), *douts = at(problem.dout);
-  const auto is_aligned = [](const TokenView& tokens, const std::uint16_t* row) {
+  const auto has_pieces = [](const TokenView& tokens, const std::uint16_t* row) {
     return reinterpret_cast<std::uintptr_t>(row) % 16 == 0 && tokens.token_stride % 8 == 0;
   };
-  const bool aligned = is_aligned(problem.out, outs) && is_aligned(problem.dout, douts);
+  const bool aligned = has_pieces(problem.out, outs) && has_pieces(problem.dout, douts);
   if (pass.query_sums != nullptr) {
     auto* sums = reinterpret_cast<float4*>(pass.query_sums + number * pass.row_tile * pass.sum_width);
     for (int piece = thread; piece < pass.row_tile * pass.sum_width / 4; piece += kThreads) {

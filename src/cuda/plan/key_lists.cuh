@@ -8,7 +8,6 @@
 
 namespace flash_dmattn::internal::cuda {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kPlanWarps = 32;
 constexpr int kPlanThreads = 32 * kPlanWarps;
 constexpr int kScanKeys = 8;  // keys of a lane that are in flight together while all keys are looked at
@@ -41,7 +40,7 @@ __device__ inline std::int32_t inclusive_sum(std::int32_t value) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const std::int32_t before = __shfl_up_sync(kAllLanes, value, distance);
+    const std::int32_t before = __shfl_up_sync(~0u, value, distance);
     if (lane >= distance) value += before;
   }
   return value;
@@ -94,7 +93,7 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
         }
 #pragma unroll
         for (int k = 0; k < kScanKeys; ++k) {
-          const std::uint32_t ballot = __ballot_sync(kAllLanes, visible[k]);
+          const std::uint32_t ballot = __ballot_sync(~0u, visible[k]);
           if (lane == u + k) word = ballot;
         }
       }
@@ -109,17 +108,17 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
     if (lane == 31) shared.listed[round % 2][warp] = up_to_lane;
     __syncthreads();
     const std::int32_t up_to_warp = inclusive_sum(shared.listed[round % 2][lane]);
-    const std::int32_t before_warp = warp == 0 ? 0 : __shfl_sync(kAllLanes, up_to_warp, warp - 1);
+    const std::int32_t before_warp = warp == 0 ? 0 : __shfl_sync(~0u, up_to_warp, warp - 1);
     std::int32_t position = found.count + before_warp + up_to_lane - __popc(word);
     for (; word != 0 && position < capacity; word &= word - 1) listed[position++] = first_key + __ffs(word) - 1;
-    found.count += __shfl_sync(kAllLanes, up_to_warp, 31);
+    found.count += __shfl_sync(~0u, up_to_warp, 31);
   }
-  lowest = __reduce_min_sync(kAllLanes, lowest);
-  highest = __reduce_max_sync(kAllLanes, highest);
+  lowest = __reduce_min_sync(~0u, lowest);
+  highest = __reduce_max_sync(~0u, highest);
   if (lane == 0) shared.lowest[warp] = lowest, shared.highest[warp] = highest;
   __syncthreads();  // and what is listed can be read
-  found.lowest = __reduce_min_sync(kAllLanes, shared.lowest[lane]);
-  found.highest = __reduce_max_sync(kAllLanes, shared.highest[lane]);
+  found.lowest = __reduce_min_sync(~0u, shared.lowest[lane]);
+  found.highest = __reduce_max_sync(~0u, shared.highest[lane]);
   return found;
 }
 
@@ -162,7 +161,7 @@ __device__ inline void place_keys(std::int32_t count, const KeyUnits& from, cons
     const bool active = listed < last;
     const std::uint32_t units = active ? from.units[listed] : 0;
     const int bin = active ? bin_of_units(units) : kBins;
-    const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+    const std::uint32_t peers = __match_any_sync(~0u, bin);
     const int rank = __popc(peers & ((1u << lane) - 1));
     const std::int32_t position = active ? bins[bin] + rank : 0;
     __syncwarp();
@@ -207,7 +206,7 @@ __device__ inline void order_by_first_unit(const ChunkRules& rules, std::int32_t
       const std::int32_t listed = base + k * 32 + lane;
       if (listed < last) staging.units[listed] = units[k];
       const int bin = listed < last ? bin_of(units[k]) : kBins;
-      const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+      const std::uint32_t peers = __match_any_sync(~0u, bin);
       if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
       __syncwarp();
     }
@@ -276,7 +275,7 @@ __device__ inline void sort_by_digit(std::int32_t count, int shift, const KeyUni
   for (std::int32_t base = first; base < last; base += 32) {
     const std::int32_t listed = base + lane;
     const int bin = listed < last ? digit_of(from.units[listed]) : kBins;
-    const std::uint32_t peers = __match_any_sync(kAllLanes, bin);
+    const std::uint32_t peers = __match_any_sync(~0u, bin);
     if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
     __syncwarp();
   }

@@ -52,8 +52,8 @@ __device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::u
       const std::uint32_t units = position < count ? ordered_units[position] : 0;
       any |= units, all &= units;
     }
-    any = __reduce_or_sync(kAllLanes, any);
-    all = __reduce_and_sync(kAllLanes, all);
+    any = __reduce_or_sync(~0u, any);
+    all = __reduce_and_sync(~0u, all);
     tiles.write(tile, any, all);
   }
   return used;
@@ -78,8 +78,8 @@ __device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::i
       std::uint32_t any = 0, all = ~0u;
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) any |= units[t * kHalves + half], all &= units[t * kHalves + half];
-      any = __reduce_or_sync(kAllLanes, any);
-      all = __reduce_and_sync(kAllLanes, all);
+      any = __reduce_or_sync(~0u, any);
+      all = __reduce_and_sync(~0u, all);
       if (base + t < used) tiles.write(base + t, any, all);
     }
   }
@@ -257,7 +257,7 @@ __global__ __launch_bounds__(kCountThreads) void count_plan_kernel(const Visibil
           kept += __popc(visible_word(visibility, ranges[half], batch, head, tile_keys[half], unit_row + row));
         }
       }
-      kept = __reduce_add_sync(kAllLanes, kept);
+      kept = __reduce_add_sync(~0u, kept);
       const std::uint32_t computed = kPlanTileKeys * max(0, min(kUnitRows, visibility.rows - unit_row));
       sums.kept_scores += kept;
       sums.computed_scores += computed;

@@ -13,6 +13,44 @@
 namespace flash_dmattn::internal::cuda {
 namespace {
 
+constexpr int kBoundThreads = 1024;
+
+// Bounds of rows, then of keys, (B, 2, documents + 1), as documents.h reads them: within what there is, and none less
+// than those before it. A block each.
+__global__ void __launch_bounds__(kBoundThreads)
+    clamp_bounds(const __grid_constant__ SelectionProblem problem, std::int32_t* bounds) {
+  __shared__ std::int32_t sHighest[kBoundThreads / kWarp];
+  begin_dependent_kernel();
+  const std::int64_t batch = blockIdx.x / 2, count = problem.documents + 1;
+  const bool of_keys = blockIdx.x % 2 != 0;
+  const DocumentBounds& given = of_keys ? problem.key_bounds : problem.row_bounds;
+  const std::int64_t length = of_keys ? problem.keys : problem.rows;
+  const std::int32_t* source = given.data + batch * given.batch_stride;
+  std::int32_t* target = bounds + blockIdx.x * count;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  std::int32_t before = 0;  // the highest so far
+  for (std::int64_t first = 0; first < count; first += kBoundThreads) {
+    const std::int64_t at = first + threadIdx.x;
+    std::int32_t highest = at < count ? source[at * given.stride] : 0;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const std::int32_t lower = __shfl_up_sync(kAllLanes, highest, distance);
+      if (lane >= distance) highest = max(highest, lower);
+    }
+    if (lane == kWarp - 1) sHighest[warp] = highest;
+    __syncthreads();
+    std::int32_t of_all = before;
+    for (int other = 0; other < kBoundThreads / kWarp; ++other) {
+      if (other < warp) highest = max(highest, sHighest[other]);
+      of_all = max(of_all, sHighest[other]);
+    }
+    highest = max(highest, before);
+    if (at < count) target[at] = static_cast<std::int32_t>(min(static_cast<std::int64_t>(highest), length));
+    before = of_all;
+    __syncthreads();
+  }
+}
+
 // A window that holds every key evicts none, and one that holds no key has none to evict.
 bool evicts(const SelectionProblem& problem) { return problem.window > 0 && problem.window < problem.keys; }
 
@@ -70,25 +108,17 @@ cudaError_t enqueue(const SelectionProblem& problem, void* workspace, cudaStream
                 static_cast<const std::int32_t*>(bounds), static_cast<const Key*>(lists));
 }
 
+// By what a key's score, index and, of packed documents, document take.
 template <typename Format>
-cudaError_t enqueue_16_bit_scores(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
-  const auto enqueue_as = fits_32_bits(problem) ? enqueue<Format, std::uint32_t> : enqueue<Format, std::uint64_t>;
-  return enqueue_as(problem, workspace, stream);
-}
-
-// Of all documents at once, whose numbers are above the ranks.
-cudaError_t select_packed(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
-  switch (problem.dtype) {
-    case DType::kFloat16:
-      return enqueue<Float16Format, Uint128, PackedArrivals>(problem, workspace, stream);
-    case DType::kBFloat16:
-      return enqueue<BFloat16Format, Uint128, PackedArrivals>(problem, workspace, stream);
-    case DType::kFloat32:
-      return enqueue<Float32Format, Uint128, PackedArrivals>(problem, workspace, stream);
-    case DType::kFloat64:
-      return enqueue<Float64Format, Uint128, PackedArrivals>(problem, workspace, stream);
-    default:
-      return cudaErrorInvalidValue;
+cudaError_t enqueue_scores(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
+  if (problem.is_packed()) return enqueue<Format, Uint128, PackedArrivals>(problem, workspace, stream);
+  if constexpr (sizeof(typename Format::Bits) == 8) {
+    return enqueue<Format, Uint128>(problem, workspace, stream);
+  } else {
+    if constexpr (sizeof(typename Format::Bits) == 2) {
+      if (fits_32_bits(problem)) return enqueue<Format, std::uint32_t>(problem, workspace, stream);
+    }
+    return enqueue<Format, std::uint64_t>(problem, workspace, stream);
   }
 }
 
@@ -96,7 +126,8 @@ cudaError_t select_packed(const SelectionProblem& problem, void* workspace, cuda
 
 std::size_t selection_workspace(const SelectionProblem& problem) {
   if (problem.is_packed()) {
-    return list_bytes<Uint128>(problem) + static_cast<std::size_t>(bound_count(problem)) * sizeof(std::int32_t);
+    const auto bounds = static_cast<std::size_t>(2 * problem.batch * (problem.documents + 1));
+    return list_bytes<Uint128>(problem) + bounds * sizeof(std::int32_t);
   }
   if (problem.dtype == DType::kFloat64) return list_bytes<Uint128>(problem);
   return fits_32_bits(problem) ? list_bytes<std::uint32_t>(problem) : list_bytes<std::uint64_t>(problem);
@@ -104,16 +135,15 @@ std::size_t selection_workspace(const SelectionProblem& problem) {
 
 cudaError_t select_keys(const SelectionProblem& problem, void* workspace, cudaStream_t stream) {
   if (problem.batch * problem.heads * problem.keys == 0) return cudaSuccess;
-  if (problem.is_packed()) return select_packed(problem, workspace, stream);
   switch (problem.dtype) {
     case DType::kFloat16:
-      return enqueue_16_bit_scores<Float16Format>(problem, workspace, stream);
+      return enqueue_scores<Float16Format>(problem, workspace, stream);
     case DType::kBFloat16:
-      return enqueue_16_bit_scores<BFloat16Format>(problem, workspace, stream);
+      return enqueue_scores<BFloat16Format>(problem, workspace, stream);
     case DType::kFloat32:
-      return enqueue<Float32Format, std::uint64_t>(problem, workspace, stream);
+      return enqueue_scores<Float32Format>(problem, workspace, stream);
     case DType::kFloat64:
-      return enqueue<Float64Format, Uint128>(problem, workspace, stream);
+      return enqueue_scores<Float64Format>(problem, workspace, stream);
     default:
       return cudaErrorInvalidValue;
   }

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kChunkKeys<Key>)
   const Arrival arrival = KeyArrivals(problem, bounds, batch).of(key);
 
   Bits rank = 0;
-  if (problem.window > 0 && key < problem.keys && arrival.exists()) {
+  if (problem.window > 0 && arrival.exists()) {
     const auto* scores = static_cast<const Bits*>(problem.scores);
     const std::int64_t mask_at =
         batch * problem.mask_strides[0] + head * problem.mask_strides[1] + key * problem.mask_strides[2];
