@@ -9,7 +9,6 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/softmax.cuh"
-#include "cuda/attention/tokens.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -17,6 +16,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/store_rows.cuh"
 #include "cuda/sm90/work_queue.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
@@ -535,7 +535,7 @@ struct ForwardConsumer {
     const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))),
                    lane = own_thread % 32;
     const int first_row = block.first_row_of(work(), group) + static_cast<int>(own_thread / 32 % 4 * 16);
-    store_rows(inverse, first_row, head);
+    store_rows(block, group, work(), head, first_row, inverse, sums);
     release_staged_queries();
     // Of the rows that four lanes share, by a lane each.
     const bool second = lane % 2 != 0;
@@ -544,70 +544,6 @@ struct ForwardConsumer {
       const std::int64_t index = (static_cast<std::int64_t>(work().batch) * params.heads + head) * params.rows + row;
       const float highest = second ? row_max[1] : row_max[0], sum = second ? row_sums[1] : row_sums[0];
       store_row_facts(params, index, highest, sum * unrounded(params.score, highest));
-    }
-  }
-
-  // sums times `inverse`, rounded, to the output. The warp's rows, from first_row on, are brought in order in shared
-  // memory, kStagedColumns columns at a time, since a lane has pieces of four bytes.
-  __device__ void store_rows(const float (&inverse)[2], int first_row, int head) const {
-    constexpr unsigned kPieces = Block::kStagedColumns / 8, kRowBytes = 16 * kPieces, kRowsAtOnce = 32 / kPieces;
-    const ForwardParams& params = block.params;
-    const int count = params.rows - first_row, stride = static_cast<int>(params.out.token_stride);
-    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))),
-                   lane = own_thread % 32;
-    const std::uint32_t staged = block.queries +
-                                 (Block::kStagesInQueries ? 0 : static_cast<std::uint32_t>(Block::kStagingOffset)) +
-                                 (4 * static_cast<unsigned>(group) + own_thread / 32 % 4) * (16 * kRowBytes);
-    // Swizzled: eight rows of a piece, and all pieces of as many rows as fill 128 bytes, have banks of their own.
-    const auto address_of = [&](unsigned row, unsigned piece) {
-      return staged + row * kRowBytes + (piece ^ row * kPieces / 8 % kPieces) * 16;
-    };
-    const unsigned given_row = lane % 16, given_piece = lane / 16;  // of the matrices (stmatrix)
-    const unsigned taken_row = lane / kPieces, taken_piece = lane % kPieces;
-    std::uint16_t* const target = static_cast<std::uint16_t*>(params.out.data) +
-                                  work().batch * params.out.batch_stride + head * params.out.head_stride +
-                                  std::int64_t{first_row} * stride;
-    std::uint16_t* const own = target + std::int64_t{static_cast<int>(taken_row)} * stride + taken_piece * 8;
-#pragma unroll
-    for (int first = 0; first < kDimNTiles; first += kPieces) {
-      if (first > 0) __syncwarp();
-#pragma unroll
-      for (int n = 0; n < static_cast<int>(kPieces) && first + n < kDimNTiles; n += 2) {
-        std::uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = pair_at(sums, i % 2, first + n + i / 2);
-          words[i] = pack<Element>(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
-        }
-        store_matrices(address_of(given_row, n + given_piece), words);
-      }
-      __syncwarp();
-      const int columns = params.head_dim - first * 8;
-      if (params.aligned) {
-        std::uint32_t pieces[16 / kRowsAtOnce][4];
-#pragma unroll
-        for (unsigned i = 0; i < 16 / kRowsAtOnce; ++i) {
-          load_shared_16(pieces[i], address_of(taken_row + i * kRowsAtOnce, taken_piece));
-        }
-        const bool has_column = static_cast<int>(taken_piece * 8) < columns;
-#pragma unroll
-        for (unsigned i = 0; i < 16 / kRowsAtOnce; ++i) {
-          if (has_column && static_cast<int>(taken_row + i * kRowsAtOnce) < count) {
-            *reinterpret_cast<uint4*>(own + first * 8 + std::int64_t{static_cast<int>(i * kRowsAtOnce)} * stride) =
-                make_uint4(pieces[i][0], pieces[i][1], pieces[i][2], pieces[i][3]);
-          }
-        }
-      } else {
-#pragma unroll 1
-        for (unsigned index = lane; index < 16 * 8 * kPieces; index += 32) {
-          const unsigned row = index / (8 * kPieces), column = index % (8 * kPieces);
-          const std::uint32_t pair = load_shared(address_of(row, column / 8) + column % 8 / 2 * 4);
-          if (static_cast<int>(row) < count && static_cast<int>(column) < columns) {
-            target[std::int64_t{static_cast<int>(row)} * stride + first * 8 + column] =
-                static_cast<std::uint16_t>(pair >> (column % 2 * 16));
-          }
-        }
-      }
     }
   }
 };
