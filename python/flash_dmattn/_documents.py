@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import _library
 from ._arguments import as_length, check_layout, check_optional_tensor
 
 
@@ -56,6 +57,33 @@ def documents_of_keys(bounds_q: Tensor, bounds_k: Tensor, seqlen_q: int, seqlen_
     rows_begin, rows_end = (torch.where(belongs, bounds_q.gather(-1, document + shift), 0) for shift in (0, 1))
     keys_end = bounds_k.gather(-1, document + 1)
     return DocumentKeys(document, rows_end - (keys_end - key), rows_begin, rows_end, keys_end)
+
+
+def rows_of_documents(
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The begin and end, int32 (1, 1, Sk), of the rows that see each key: `DocumentKeys.rows_in_window`.
+
+    bounds_q, bounds_k: integers (documents + 1), contents clamped here.
+    """
+    if bounds_k.device.type == "cuda" and "cuda" in _library.device_backends() and left is None and right in (None, 0):
+        # A selection that evicts no key says it in two kernels, where the operations below are thirty.
+        scores = torch.zeros(1, 1, seqlen_k, dtype=torch.bfloat16, device=bounds_k.device)
+        bounds = _as_int32(bounds_q, seqlen_q), _as_int32(bounds_k, seqlen_k)
+        return _library.select_keys(scores, seqlen_k, seqlen_q, right == 0, None, None, *bounds)
+    begin, end = documents_of_keys(bounds_q, bounds_k, seqlen_q, seqlen_k).rows_in_window(left, right)
+    return begin.int()[None, None], end.int()[None, None]
+
+
+def _as_int32(bounds: Tensor, length: int) -> Tensor:
+    """Narrowed, but for what does not fit: it stays what it is clamped to."""
+    return bounds if bounds.dtype == torch.int32 else bounds.clamp(0, length).int()
 
 
 def clamped_bounds(bounds: Tensor, length: int) -> Tensor:
@@ -111,9 +139,8 @@ def interval_bounds(
     if device is None:
         given = [bounds.device for bounds in (cu_seqlens, cu_seqlens_k) if isinstance(bounds, Tensor)]
         device = given[0] if given else torch.get_default_device()
-    documents = documents_of_keys(rows.bounds.to(device), keys.bounds.to(device), rows.length, keys.length)
-    begin, end = documents.rows_in_window(None, 0 if is_causal else None)
-    return begin.int()[None, None], end.int()[None, None]
+    bounds = rows.bounds.to(device), keys.bounds.to(device)
+    return rows_of_documents(*bounds, rows.length, keys.length, right=0 if is_causal else None)
 
 
 class _Bounds(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _log, _ranking, _vmap
+from . import _log, _vmap
 from ._device_plan import plan_size
 from ._visibility import Visibility, argument_names, flatten, leading_tensors, unflatten, visibility_fields
 
@@ -220,8 +220,7 @@ def select_keys(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Calls the operator with the scores detached. Within documents on a GPU, for which there is no kernel, it is
-    called for their ranks (_ranking.py).
+    """Calls the operator with the scores detached.
 
     Returns:
         begin and end, int32 with the shape of scores.
@@ -233,9 +232,6 @@ def select_keys(
         (scores, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k),
     )
     arguments = (scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k)
-    if cu_seqlens_q is not None and scores.is_cuda:
-        _log.debug("select_keys within documents on a GPU: of their ranks, by PyTorch's sort")
-        return _ranking.select_in_documents(_select_op, *arguments)
     return _call(_select_op, *arguments)
 
 

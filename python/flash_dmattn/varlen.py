@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _library
 from ._arguments import as_int, check_bool, check_layout, check_optional_tensor, check_tensor
-from ._documents import check_cu_seqlens, documents_of_keys
+from ._documents import check_cu_seqlens, rows_of_documents
 from .functional import attention
 from .selection import KeyIntervals, select_keys
 
@@ -151,8 +151,8 @@ class _Packed(NamedTuple):
     def visible(self, left: int | None, right: int | None) -> KeyIntervals:
         """Every row its own document, from `left` keys before its own place to `right` behind it; None: all."""
         bounds_k = self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
-        documents = documents_of_keys(self.cu_seqlens_q, bounds_k, self.query.shape[0], self.key.shape[0])
-        return KeyIntervals(*(bound.int()[None, None] for bound in documents.rows_in_window(left, right)))
+        lengths = self.query.shape[0], self.key.shape[0]
+        return KeyIntervals(*rows_of_documents(self.cu_seqlens_q, bounds_k, *lengths, left=left, right=right))
 
     def attend(
         self, visible: KeyIntervals, scale: float | None, softcap: float, deterministic: bool | None, return_lse: bool
@@ -168,7 +168,8 @@ class _Packed(NamedTuple):
             deterministic=deterministic,
             return_lse=return_lse,
         )
-        return (result[0][0], result[1][0]) if return_lse else result[0]
+        # Not by an index, whose backward would fill a tensor of zeros and copy the gradient there.
+        return (result[0].squeeze(0), result[1].squeeze(0)) if return_lse else result.squeeze(0)
 
 
 def _selection(

@@ -1,13 +1,12 @@
-"""Selection that restarts in every document: the operator, and what takes its place where it has no kernel."""
+"""Selection that restarts in every document."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
-from flash_dmattn import KeyIntervals, _library, _ranking, select_keys
+from flash_dmattn import KeyIntervals, select_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import bounds_of, documents, packings
@@ -20,17 +19,6 @@ from torch.library import opcheck
 SELECT = torch.ops.flash_dmattn.select_keys.default
 
 pytestmark = pytest.mark.devices("cpu", "cuda")
-
-
-def by_ranking(scores: Tensor, window: int, *, seqlen_q: int, causal: bool = True, **options: Tensor) -> KeyIntervals:
-    """What `select_keys` does on a GPU, on any device."""
-    given = {"key_mask": None, "seqlens_k": None, "cu_seqlens_k": None} | options
-    return KeyIntervals(
-        *_ranking.select_in_documents(SELECT, scores, window, seqlen_q, causal, **given),
-    )
-
-
-WAYS = {"operator": select_keys, "ranking": by_ranking}
 
 
 def loop(
@@ -58,9 +46,9 @@ def loop(
 
 
 def assert_selects(
-    select: Callable, scores: Tensor, window: int, rows: int, bounds_q: Tensor, bounds_k: Tensor | None, **options
+    scores: Tensor, window: int, rows: int, bounds_q: Tensor, bounds_k: Tensor | None, **options
 ) -> KeyIntervals:
-    intervals = select(scores, window, seqlen_q=rows, cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, **options)
+    intervals = select_keys(scores, window, seqlen_q=rows, cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, **options)
     expected = loop(scores, window, rows, bounds_q, bounds_q if bounds_k is None else bounds_k, **options)
     assert torch.equal(intervals.dense_mask(rows), expected)
     seen = expected.any(2)  # (0, 0) where nothing is seen
@@ -87,8 +75,7 @@ def test_is_a_loop_over_documents(data: st.DataObject, packing: tuple, batch: in
     if data.draw(st.booleans()):
         options["key_mask"] = torch.rand(data.draw(st.sampled_from([1, batch])), 1, keys) < 0.7
     window = data.draw(st.sampled_from([0, 1, 2, 5, 100]))
-    for select in WAYS.values():
-        assert_selects(select, scores, window, rows, bounds_q, bounds_k, **options)
+    assert_selects(scores, window, rows, bounds_q, bounds_k, **options)
 
 
 @pytest.mark.devices("cpu")
@@ -101,29 +88,26 @@ def test_wrong_contents_are_clamped(starts: list[int], key_starts: list[int], ca
     scores = torch.randint(0, 3, (1, 2, 17)).float()
     bounds_q = torch.tensor(starts, dtype=torch.int32)
     bounds_k = torch.tensor(key_starts[: len(starts)], dtype=torch.int32)
-    for select in WAYS.values():
-        assert_selects(select, scores, 3, 20, bounds_q, bounds_k, causal=causal)
+    assert_selects(scores, 3, 20, bounds_q, bounds_k, causal=causal)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_batch_element_has_documents_of_its_own(way: str, causal: bool) -> None:
+def test_every_batch_element_has_documents_of_its_own(causal: bool) -> None:
     scores = torch.randint(0, 4, (3, 2, 20)).bfloat16()
     bounds_q = torch.tensor([[0, 5, 9, 20], [0, 0, 20, 20], [0, 1, 2, 3]], dtype=torch.int32)
     bounds_k = torch.tensor([[0, 2, 11, 20], [0, 7, 16, 20], [0, 5, 5, 9]], dtype=torch.int32)
-    assert_selects(WAYS[way], scores, 3, 20, bounds_q, bounds_k, causal=causal)
+    assert_selects(scores, 3, 20, bounds_q, bounds_k, causal=causal)
     # As views with other strides.
     wide = torch.stack([bounds_q, bounds_k], dim=-1)
-    assert_selects(WAYS[way], scores, 3, 20, wide[..., 0], wide[..., 1], causal=causal)
+    assert_selects(scores, 3, 20, wide[..., 0], wide[..., 1], causal=causal)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_many_tiny_documents_and_one_huge(way: str) -> None:
+def test_many_tiny_documents_and_one_huge() -> None:
     lengths = torch.randint(0, 4, (3000,), device="cpu").tolist()
     lengths.insert(1000, 9000)
     bounds = bounds_of(lengths)
     scores = torch.randint(0, 1000, (1, 2, int(bounds[-1]))).float()
-    packed = WAYS[way](scores, 2, seqlen_q=scores.shape[2], cu_seqlens_q=bounds)
+    packed = select_keys(scores, 2, seqlen_q=scores.shape[2], cu_seqlens_q=bounds)
     for document in [*range(0, 3000, 301), 1000]:
         first, last = bounds[document : document + 2].tolist()
         alone = select_keys(scores[..., first:last], 2)
@@ -190,24 +174,11 @@ def test_errors(arguments: dict, kind: type, message: str) -> None:
         select_keys(SCORES, 2, **arguments)
 
 
-@pytest.mark.devices("cpu")
-@pytest.mark.parametrize("name", ["dtype", "batch", "keys' shape", "keys' dtype", "seqlens_k", "key_mask", "empty"])
-def test_both_ways_refuse_the_same(name: str) -> None:
-    arguments = ERRORS[name][0]
-    messages = []
-    for select in WAYS.values():
-        with pytest.raises(ValueError, match="must") as raised:
-            select(SCORES, 2, seqlen_q=6, **arguments)
-        messages.append(str(raised.value).split(" ")[0])
-    assert messages[0] == messages[1]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_vmap(way: str) -> None:
+def test_vmap() -> None:
     scores, own = torch.randn(3, 2, 2, 12), torch.tensor([[0, 4, 12], [0, 0, 7], [0, 12, 12]], dtype=torch.int32)
 
     def select(scores: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-        intervals = WAYS[way](scores, 3, seqlen_q=12, cu_seqlens_q=bounds)
+        intervals = select_keys(scores, 3, seqlen_q=12, cu_seqlens_q=bounds)
         return intervals.begin, intervals.end
 
     for bounds, dim in ((own, 0), (own[0], None), (own[:, None].expand(3, 2, 3), 0), (own[:2], None)):
@@ -218,16 +189,16 @@ def test_vmap(way: str) -> None:
 
 
 def test_is_an_operator() -> None:
-    opcheck(SELECT, (torch.randn(1, 2, 6), 2, 6, True, None, None, BOUNDS, BOUNDS))
+    bounds = BOUNDS.to(torch.get_default_device())
+    opcheck(SELECT, (torch.randn(1, 2, 6), 2, 6, True, None, None, bounds, bounds))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_compiles_once_for_all_totals(way: str) -> None:
+def test_compiles_once_for_all_totals() -> None:
     counter = CompileCounter()
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
     def select(scores: Tensor, bounds: Tensor) -> Tensor:
-        return WAYS[way](scores, 3, seqlen_q=scores.shape[2], cu_seqlens_q=bounds).end
+        return select_keys(scores, 3, seqlen_q=scores.shape[2], cu_seqlens_q=bounds).end
 
     for lengths in ([3, 4], [5, 2, 9], [2, 0, 7, 30], [12, 13]):
         bounds, scores = bounds_of(lengths), torch.randn(1, 2, sum(lengths) + 3)
@@ -236,17 +207,8 @@ def test_compiles_once_for_all_totals(way: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_ranks_are_exact_where_float64_is_not_rounded() -> None:
+def test_float64_is_not_rounded() -> None:
     """Neighbours that float32 cannot tell apart."""
     scores = torch.tensor([1.0, 1 + 2**-40, 1.0, 1 + 2**-50], dtype=torch.float64)[None, None]
     bounds = torch.tensor([0, 4], dtype=torch.int32)
-    for select in WAYS.values():
-        assert_selects(select, scores, 1, 4, bounds, None)
-
-
-def test_operator_takes_the_place_of_ranking_on_the_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    original = _ranking.select_in_documents
-    monkeypatch.setattr(_library._ranking, "select_in_documents", lambda *a: called.append(1) or original(*a))
-    select_keys(torch.randn(1, 1, 6), 2, cu_seqlens_q=BOUNDS.to(torch.get_default_device()))
-    assert len(called) == (torch.get_default_device().type == "cuda")
+    assert_selects(scores, 1, 4, bounds, None)

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _log
 from .._device_plan import MOST_DECODE_ROWS
-from .._documents import documents_of_keys
+from .._documents import rows_of_documents
 from ..key_indices import KeyIndices
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals, select_keys
@@ -106,8 +106,8 @@ def packed_documents(
 ) -> KeyIntervals:
     """What rows see of their own document: keys from `left` before their own place in it to `right` behind it; None:
     all on that side. Contents of bounds are clamped, as in KeyIntervals.documents."""
-    documents = documents_of_keys(cu_seq_lens_q.to(device), cu_seq_lens_k.to(device), rows, keys)
-    return KeyIntervals(*(bound.int()[None, None] for bound in documents.rows_in_window(left, right)))
+    bounds = cu_seq_lens_q.to(device), cu_seq_lens_k.to(device)
+    return KeyIntervals(*rows_of_documents(*bounds, rows, keys, left=left, right=right))
 
 
 def within_documents(
