@@ -130,7 +130,7 @@ __device__ inline void rescale_rows(const float (&rescale)[2 * kMTiles],
 //
 // A row is calm once it has seen a key, if its reference is small then: a score that is 2^64 times as likely as the
 // highest of a whole tile is not to be expected. Where there is one all the same, the probability overflows, and
-// has_huge_row finds the row's sum.
+// has_huge_reference finds the row's sum.
 constexpr float kTolerated = 256, kMostCalm = 64;
 
 __device__ inline bool is_calm(float multiplier, float row_max) {
@@ -242,19 +242,24 @@ __device__ inline float sum_with_sink(const ForwardParams& params, int head, flo
   return sum + __fdividef(sink_part<Element>(params, head, true_max), unrounded(params.score, true_max));
 }
 
-// Whether one of the thread's rows has to be computed again, in the way of shift_huge_row. A row that was huge for a
-// while and is no more is no harm, unless its probabilities left float's range.
-template <int kMTiles, int kDimNTiles>
-__device__ inline bool has_huge_row(float multiplier, const float (&row_max)[2 * kMTiles],
-                                    const float (&row_sum)[2 * kMTiles],
-                                    const float (&accumulators)[kMTiles][kDimNTiles][4]) {
+// Whether one of the thread's rows has to be computed again, in the way of shift_huge_row: by what is known before the
+// last values are added, or has_infinite_sum. A row that was huge for a while and is no
+// more is no harm, unless its probabilities left float's range.
+template <int kRows>
+__device__ inline bool has_huge_reference(float multiplier, const float (&row_max)[kRows],
+                                          const float (&row_sum)[kRows]) {
   bool huge = false;
 #pragma unroll
-  for (int i = 0; i < 2 * kMTiles; ++i) {
-    huge |= is_huge(reference_of(row_max[i], multiplier)) || !isfinite(row_sum[i]) ||
-            !isfinite(*pair_at(accumulators, i, 0));
-  }
+  for (int i = 0; i < kRows; ++i) huge |= is_huge(reference_of(row_max[i], multiplier)) || !isfinite(row_sum[i]);
   return huge;
+}
+
+template <int kMTiles, int kDimNTiles>
+__device__ inline bool has_infinite_sum(const float (&accumulators)[kMTiles][kDimNTiles][4]) {
+  bool infinite = false;
+#pragma unroll
+  for (int i = 0; i < 2 * kMTiles; ++i) infinite |= !isfinite(*pair_at(accumulators, i, 0));
+  return infinite;
 }
 
 }  // namespace flash_dmattn::internal::cuda

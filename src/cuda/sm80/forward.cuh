@@ -214,7 +214,8 @@ struct ForwardBlock {
   __device__ void run() {
     run_over_tiles<false>();
     // Without any tile the barrier is needed, too: store() puts results where queries may still be arriving.
-    if (__syncthreads_or(has_huge_row(params.score.multiplier, row_max, row_sum, accumulators))) {
+    if (__syncthreads_or(has_huge_reference(params.score.multiplier, row_max, row_sum) ||
+                         has_infinite_sum(accumulators))) {
       run_over_tiles<true>();
       const Origin origin(fresh_thread_index());
 #pragma unroll

@@ -47,6 +47,12 @@ struct ForwardConsumer {
   int tile, seen_tiles, full_tiles, slot;
   std::uint32_t marks;
 
+  // Of a work's rows: what their sums are to be multiplied by, and whether one of them may be huge.
+  struct RowEnds {
+    float inverse[2];
+    bool huge;
+  };
+
   __device__ explicit ForwardConsumer(Block& block)
       : block(block),
         taker(block.shared.ring),
@@ -341,11 +347,10 @@ struct ForwardConsumer {
         clear_missing_values(tiles);
       }
       if (kind == Work::kUsual) {
-        run_over_tiles(tiles);
-        finish();
+        finish(run_over_tiles(tiles));
       } else {
         run_safely_over_tiles(tiles);
-        store();
+        store(end_rows());
         taker.release();
       }
     }
@@ -442,8 +447,12 @@ struct ForwardConsumer {
     pack_probabilities(probabilities);
   }
 
-  __device__ void run_over_tiles(int tiles) {
-    if (!first_seen_tile(tiles)) return release_queries();
+  // Up to the end of the last work of a chain, whose rows are to be stored.
+  __device__ RowEnds run_over_tiles(int tiles) {
+    if (!first_seen_tile(tiles)) {
+      release_queries();
+      return end_rows();
+    }
     std::uint32_t probabilities[kKeyNTiles / 2][4];
     // A turn for every tile of the work but its first, so that all consumers take as many.
     const bool takes_turn = Config::kSkipsTiles && tile < tiles - 1;
@@ -470,25 +479,27 @@ struct ForwardConsumer {
       multiply_keys();
       pass_turn();
       wait_for_sums<1>();
-      finish();
+      finish(end_rows());  // earlier, beside these products, does not pay
       begin();
       wgmma_wait<0>();
       prepare_scores();
       exponentiate_scores(probabilities);
     }
     add_values(probabilities);
+    const RowEnds ends = end_rows();
     wait_for_sums();
+    return ends;
   }
 
   // Whether another usual work comes after this one, and is to be begun with its end.
   __device__ bool is_followed() const { return Config::kChainsWorks && __any_sync(~0u, work().is_followed); }
 
   // The end of a usual work.
-  __device__ void finish() {
-    const bool huge = has_huge_row(block.params.score.multiplier, row_max, row_sum, sums);
+  __device__ void finish(const RowEnds& ends) {
+    const bool huge = ends.huge || has_infinite_sum(sums);
     // By the lane that hands the work back.
     if (__any_sync(~0u, huge) && threadIdx.x % 32 == 0) work().found_huge = true;
-    store();
+    store(ends);
     taker.release();
   }
 
@@ -515,12 +526,13 @@ struct ForwardConsumer {
     for (int i = 0; i < 2; ++i) row_max[i] = true_max[i];
   }
 
-  // The work's rows, and what is known of them. The fewer instructions follow one another the better: the other
-  // consumers are about to end, too, so that few products run beside these.
-  __device__ void store() const {
+  // What can be said of the work's rows before their last product is done, beside which it is worked out; their facts
+  // are stored, too.
+  __device__ RowEnds end_rows() const {
     const ForwardParams& params = block.params;
     const int head = block.head_of(work(), group);
-    float row_sums[2], inverse[2];
+    RowEnds ends;
+    float row_sums[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       row_sums[i] = row_sum[i] + __shfl_xor_sync(~0u, row_sum[i], 1);
@@ -530,21 +542,32 @@ struct ForwardConsumer {
     for (int i = 0; i < 2; ++i) {
       const bool empty = row_max[i] == -INFINITY && row_sums[i] == 0;
       const float inverse_sum = __fdividef(1.0f, sum_with_sink<Element>(params, head, row_max[i], row_sums[i]));
-      inverse[i] = empty ? 0.0f : inverse_sum;
+      ends.inverse[i] = empty ? 0.0f : inverse_sum;
     }
+    ends.huge = has_huge_reference(params.score.multiplier, row_max, row_sum);
     const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x))),
                    lane = own_thread % 32;
-    const int first_row = block.first_row_of(work(), group) + static_cast<int>(own_thread / 32 % 4 * 16);
-    store_rows(block, group, work(), head, first_row, inverse, sums);
-    release_staged_queries();
     // Of the rows that four lanes share, by a lane each.
     const bool second = lane % 2 != 0;
-    const int row = first_row + static_cast<int>(lane / 4 + lane % 2 * 8);
+    const int row = first_row_of_warp(own_thread) + static_cast<int>(lane / 4 + lane % 2 * 8);
     if (lane % 4 < 2 && row < params.rows) {
       const std::int64_t index = (static_cast<std::int64_t>(work().batch) * params.heads + head) * params.rows + row;
       const float highest = second ? row_max[1] : row_max[0], sum = second ? row_sums[1] : row_sums[0];
       store_row_facts(params, index, highest, sum * unrounded(params.score, highest));
     }
+    return ends;
+  }
+
+  __device__ int first_row_of_warp(unsigned own_thread) const {
+    return block.first_row_of(work(), group) + static_cast<int>(own_thread / 32 % 4 * 16);
+  }
+
+  // The work's rows. The fewer instructions follow one another the better: the other consumers are about to end, too,
+  // so that few products run beside these.
+  __device__ void store(const RowEnds& ends) const {
+    const unsigned own_thread = static_cast<unsigned>(recomputed(static_cast<int>(threadIdx.x)));
+    store_rows(block, group, work(), block.head_of(work(), group), first_row_of_warp(own_thread), ends.inverse, sums);
+    release_staged_queries();
   }
 };
 
