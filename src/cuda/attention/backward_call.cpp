@@ -14,7 +14,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   fill(problem, gpu, scratch.prepared, &params);
   params.dout = problem.dout;
   params.row_facts = scratch.row_facts;
-  params.row_flags = scratch.row_flags;
+  params.row_flags = &scratch.counters->row_flags;
   params.row_stats = problem.sink.defined() ? scratch.row_stats : static_cast<const RowStats*>(problem.row_stats);
   params.row_tile = scratch.tiles.rows;
   params.dquery_sums = scratch.dquery_sums;
@@ -29,7 +29,11 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.wants_dvalue = problem.dvalue.defined();
   params.uses_sums = scratch.wants_sums;
   params.stored = scratch.stored;
-  params.order.blocks = scratch.order;
+  if (scratch.tiles.stays) {
+    params.works = {scratch.work_starts, scratch.order, &scratch.counters->taken_works};
+  } else {
+    params.order.blocks = scratch.order;
+  }
   params.splits = scratch.splits;
   params.chunk_limit = scratch.prepared.plan.chunk_count;
   params.colors = scratch.colors;
@@ -52,6 +56,10 @@ cudaError_t clear_key_sums(const BackwardProblem& problem, const BackwardScratch
   return error != cudaSuccess ? error : clear(scratch.dvalue_sums, scratch.key_bytes, stream);
 }
 
+bool lists_works(const BackwardScratch& scratch, const BackwardKernels& kernels) {
+  return scratch.prepared.planned && kernels.list_works != nullptr;
+}
+
 // Blocks that own keys: their gradients, and in one go those of queries and bias.
 void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
                        BackwardParams params, Launches* launches) {
@@ -60,7 +68,12 @@ void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& sc
   const bool wanted =
       params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
   if (problem.keys == 0 || !wanted) return;
-  const auto launch = [&] { launches->then([&] { return kernels.launch(params, scratch.prepared.planned); }); };
+  const auto launch = [&] {
+    if (scratch.deterministic && lists_works(scratch, kernels)) {
+      launches->then([&] { return kernels.list_works(params); });
+    }
+    launches->then([&] { return kernels.launch(params, scratch.prepared.planned); });
+  };
   if (scratch.colors == 1) return launch();
   params.takes_ranges = false;
   for (std::int32_t first = 0; first < scratch.prepared.plan.chunk_count; first += scratch.launch_chunks) {
@@ -116,21 +129,19 @@ Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const Backwa
   BackwardScratch scratch;
   scratch.arrange(problem, kernels.tiles, &arena);
   scratch.prepared.write(problem, &launches, stream);
-  BackwardParams params = backward_params(problem, gpu, scratch);
+  const BackwardParams params = backward_params(problem, gpu, scratch);
   log_call(kernels.family, kernels.variant, "backward", problem, plan_kind(scratch.prepared));
-  launches.then([&] { return clear(scratch.row_flags, sizeof(RowFlags), stream); })
-      .then([&] {
-        // A deterministic backward has several launches.
-        const bool orders = kernels.order != nullptr && scratch.prepared.planned && !scratch.deterministic;
-        return orders ? kernels.order(&params) : cudaSuccess;
-      })
+  // A deterministic backward has several launches, and lists the works of each.
+  const bool lists = !scratch.deterministic && lists_works(scratch, kernels);
+  launches.then([&] { return clear(scratch.counters, sizeof(BackwardCounters), stream); })
+      .then([&] { return lists ? kernels.list_works(params) : cudaSuccess; })
       .then([&] {
         const RowPass pass = {.row_tile = scratch.tiles.rows,
                               .facts = scratch.row_facts,
-                              .flags = scratch.row_flags,
+                              .flags = &scratch.counters->row_flags,
                               .query_sums = scratch.dquery_sums,
                               .sum_width = bucket_of(problem.head_dim),
-                              .follows_order = params.order.count != 0,
+                              .follows_listing = lists,
                               .natural = params.score.natural,
                               .stats = scratch.row_stats,
                               .sink_parts = scratch.sink_parts};

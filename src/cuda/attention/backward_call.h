@@ -19,8 +19,9 @@ struct BackwardKernels {
   BackwardTiles tiles;
   // Gradients of keys and values, or their sums, and sums of those of queries and bias.
   std::function<cudaError_t(const BackwardParams&, bool planned)> launch;
-  // Puts the blocks of a `launch` in order beforehand, beside the first pass over rows. Null: `launch` does.
-  std::function<cudaError_t(BackwardParams*)> order = nullptr;
+  // Lists the works of a planned `launch` beforehand (key_works.h), if it can beside the first pass over rows. Null:
+  // blocks do not stay.
+  std::function<cudaError_t(const BackwardParams&)> list_works = nullptr;
   // dquery from the sums that it left, which lie as its threads' registers do.
   std::function<cudaError_t(const BackwardParams&)> launch_query_gradients;
   // dquery, and the sums of a bias gradient with rows, in one order: for a deterministic backward.

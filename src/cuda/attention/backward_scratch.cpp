@@ -6,6 +6,7 @@
 
 #include "cuda/attention/call.h"
 #include "cuda/attention/head_dims.h"
+#include "cuda/attention/key_works.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -27,7 +28,7 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   const auto own_rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.rows);
   if (problem.sink.defined() && problem.row_stats != nullptr) row_stats = arena->take<RowStats>(own_rows);
   if (problem.dsink.defined()) sink_parts = arena->take<float>(own_rows);
-  row_flags = arena->take<RowFlags>(1);
+  counters = arena->take<BackwardCounters>(1);
   if (problem.dquery.defined() && !deterministic) {
     dquery_sums = arena->take_aligned<float>(row_count * bucket, kLineBytes);
   }
@@ -56,6 +57,10 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
   const bool few = key_blocks < few_blocks && !deterministic;
   splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
   wants_sums = prepared.planned || splits > 1;
+  if (tiles.stays && prepared.planned) {
+    const std::int64_t entries = key_work_entries(problem.batch, problem.key_heads, splits, prepared.plan.chunk_count);
+    work_starts = arena->take<std::int32_t>(static_cast<std::size_t>(entries + 1));
+  }
   launch_chunks = prepared.plan.chunk_count;
   if (!deterministic || !prepared.planned) return;
   // As few chunks a launch as fill a large GPU a few times over; the same on every GPU, so that results are, too.

@@ -11,10 +11,17 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// A trait of a family: rows of a step and keys of a block of its backward. Facts of rows, and sums of dquery, are
-// padded to whole tiles of rows.
+// Traits of a family: rows of a step and keys of a block of its backward, and whether a block stays for many tiles of
+// keys. Facts of rows, and sums of dquery, are padded to whole tiles of rows.
 struct BackwardTiles {
   int rows, keys;
+  bool stays = false;
+};
+
+// What is cleared before all else.
+struct BackwardCounters {
+  RowFlags row_flags;
+  std::int32_t taken_works;
 };
 
 // Where the gradient of a bias is summed.
@@ -29,12 +36,13 @@ struct BackwardScratch {
   PreparedVisibility prepared;
   BackwardTiles tiles = {};
   RowFacts* row_facts = nullptr;
-  RowFlags* row_flags = nullptr;
+  BackwardCounters* counters = nullptr;
   RowStats* row_stats = nullptr;  // with a sink: as in RowPass
   float* sink_parts = nullptr;    // likewise
   float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
-  std::uint8_t* stored = nullptr;  // as in BackwardParams
-  std::int32_t* order = nullptr;   // as in BlockOrder
+  std::uint8_t* stored = nullptr;       // as in BackwardParams
+  std::int32_t* order = nullptr;        // as in BlockOrder, or KeyWorks::last
+  std::int32_t* work_starts = nullptr;  // as in KeyWorks
   std::size_t key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0, colors = 1;
   bool wants_sums = false;

@@ -49,16 +49,12 @@ __device__ inline unsigned descending(unsigned own, unsigned* shared) {
   return own;
 }
 
-// Sorts the last `params.order.count` of `blocks` blocks. Block::visits(params, block, lane, lanes) counts a lane's
-// share of the tiles that a block visits.
-template <typename Block, typename Params>
-__global__ void __launch_bounds__(kMostOrderedBlocks)
-    order_blocks_kernel(const __grid_constant__ Params params, int blocks, int lanes) {
-  begin_dependent_kernel();
-  const int count = params.order.count, first = blocks - count;
+// Writes the order of the last `count` blocks to `order`. visits_of(index, lane): the tiles that block `index` of these
+// visits, `lane`'s share of them; `lanes` threads look at a block. By kMostOrderedBlocks threads.
+template <typename VisitsOf>
+__device__ inline void order_last_blocks(int count, int lanes, std::int32_t* order, VisitsOf visits_of) {
   const int thread = static_cast<int>(threadIdx.x), index = thread / lanes;
-  int visits = 0;
-  if (index < count) visits = Block::visits(params, static_cast<unsigned>(first + index), thread % lanes, lanes);
+  int visits = index < count ? visits_of(index, thread % lanes) : 0;
   for (int distance = lanes / 2; distance > 0; distance /= 2) visits += __shfl_xor_sync(~0u, visits, distance);
   // By what they visit, then by number: no two are equal. 0 where there is none.
   __shared__ unsigned ranked[kMostOrderedBlocks];
@@ -71,8 +67,20 @@ __global__ void __launch_bounds__(kMostOrderedBlocks)
   }
   __syncthreads();
   const unsigned own = descending(ranked[thread], ranked);
-  if (thread == 0 && params.order.taken != nullptr) *params.order.taken = 0;
-  if (thread < count) params.order.blocks[thread] = kMostOrderedBlocks - 1 - static_cast<int>(own % kMostOrderedBlocks);
+  if (thread < count) order[thread] = kMostOrderedBlocks - 1 - static_cast<int>(own % kMostOrderedBlocks);
+}
+
+// Sorts the last `params.order.count` of `blocks` blocks. Block::visits(params, block, lane, lanes) counts a lane's
+// share of the tiles that a block visits.
+template <typename Block, typename Params>
+__global__ void __launch_bounds__(kMostOrderedBlocks)
+    order_blocks_kernel(const __grid_constant__ Params params, int blocks, int lanes) {
+  begin_dependent_kernel();
+  const int count = params.order.count;
+  if (threadIdx.x == 0 && params.order.taken != nullptr) *params.order.taken = 0;
+  order_last_blocks(count, lanes, params.order.blocks, [&](int index, int lane) {
+    return Block::visits(params, static_cast<unsigned>(blocks - count + index), lane, lanes);
+  });
 }
 
 // Orders the last `wanted` of `blocks` blocks and says in params.order how many these are: none if all of them, or

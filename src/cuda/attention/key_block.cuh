@@ -31,9 +31,9 @@ __host__ __device__ inline int range_tiles(const BackwardParams& params) {
   return params.takes_ranges ? (params.keys + kTileKeys - 1) / kTileKeys : 0;
 }
 
-// How many blocks a launch has.
+// How many blocks a launch has or, if these stay for many, tiles of keys.
 template <int kTileKeys, bool kPlanned>
-std::int64_t key_blocks(const BackwardParams& params) {
+__host__ __device__ inline std::int64_t key_blocks(const BackwardParams& params) {
   const std::int64_t chunks = kPlanned ? params.chunk_limit - params.first_chunk : 0;
   const std::int64_t tiles = range_tiles<kTileKeys>(params) + params.plan.capacity / kTileKeys * chunks;
   return tiles * params.batch * params.key_heads * params.splits;

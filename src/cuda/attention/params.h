@@ -58,6 +58,14 @@ struct BlockOrder {
   std::int32_t* taken = nullptr;
 };
 
+// What blocks of a backward take one after another where they stay for more than one tile of keys (key_works.h).
+struct KeyWorks {
+  // In a plan, (batch, key heads, splits, 1 + chunks of the launch) and one more: where the works of each entry begin.
+  std::int32_t* starts = nullptr;
+  std::int32_t* last = nullptr;  // scratch of kMostOrderedBlocks: the order of the last works; null: as they are listed
+  std::int32_t* taken = nullptr;  // counts works that are taken, besides the first one of each block
+};
+
 struct AttentionParams {
   TokenView query, key, value;  // (B, Sq, H, D), (B, Sk, Hkv, D)
   BroadcastView bias;           // data null: none
@@ -127,6 +135,7 @@ struct BackwardParams : AttentionParams {
   // one owner; null: never.
   const std::uint8_t* stored = nullptr;
   std::int32_t splits = 1;  // blocks of one tile of keys, each with some of the group's heads
+  KeyWorks works;           // of families whose blocks stay (BackwardTiles)
 
   // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.
   std::int32_t first_chunk = 0, chunk_limit = 0;

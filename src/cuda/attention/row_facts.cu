@@ -167,7 +167,7 @@ cudaError_t row_facts_of(const BackwardProblem& problem, const RowPass& pass, cu
   const std::int64_t tiles = (problem.rows + pass.row_tile - 1) / pass.row_tile;
   const auto launch = [&](auto kernel) {
     const LaunchShape shape = {
-        .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = pass.follows_order};
+        .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = pass.follows_listing};
     return launch_blocks(kernel, shape, stream, problem, pass);
   };
   if (problem.head_dim <= 32) return launch(row_facts_kernel<Element, 4>);

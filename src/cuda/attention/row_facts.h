@@ -17,8 +17,8 @@ struct RowPass {
   // Of the same tiles, sums of sum_width columns, whichever way they lie, that the pass clears; null: none.
   float* query_sums = nullptr;
   std::int32_t sum_width = 0;
-  bool follows_order = false;  // the kernel before it puts blocks in order, of which the pass need not wait to be done
-  float natural = 1;           // ScoreRule::natural, in which the problem's row_stats are
+  bool follows_listing = false;  // the kernel before it lists works (key_works.h), for which the pass need not wait
+  float natural = 1;             // ScoreRule::natural, in which the problem's row_stats are
   // With a sink only, else null.
   RowStats* stats = nullptr;    // (B, H, Sq): the problem's, with the sink in the sum; null: it has none
   float* sink_parts = nullptr;  // (H, B, Sq): what each row adds to its sink's gradient; null: that is not wanted

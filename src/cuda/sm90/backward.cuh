@@ -6,6 +6,7 @@
 // goes through shared memory, as dQ = dS K adds over the keys of all consumers; of wide heads P, too. Producers (this
 // file) bring queries and output gradients, and what is known of them, step by step; consumers compute: each all
 // gradients of its own keys (backward_consumer.cuh) or, of wide heads, one of all keys (split_backward_consumer.cuh).
+// A block stays for many tiles of keys, its works: producers are at the next one while consumers end the one before.
 #pragma once
 
 #include <cuda.h>
@@ -13,8 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/attention/block_order.cuh"
 #include "cuda/attention/key_block.cuh"
+#include "cuda/attention/key_works.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/row_walk.cuh"
 #include "cuda/attention/tokens.cuh"
@@ -36,21 +37,24 @@ struct alignas(16) StepFacts {
   // Of `mark`, which has all that consumers ask for at every step, since one number for all lanes takes a register that
   // they have, and many do not.
   enum Mark : std::uint32_t {
-    kExists = 1,        // there is a step; else it is the end
-    kFull = 2,          // every row sees every key; there are no words
-    kStartsHead = 4,    // it is the first of a head
-    kOddRound = 8,      // the pipeline's round is odd; from kStageShift on its stage
-    kTransforms = 16,   // of the call: anything is done to scores before the exponent
-    kBiased = 32,       // there is a bias
-    kSumsKeyBias = 64,  // its gradient is asked for
-    kLargeRows = 128,   // there are large rows
-    kNever = 1u << 15,  // is not set, which the compiler does not know
+    kExists = 1,          // there is a step; else it is the end of the work
+    kFull = 2,            // every row sees every key; there are no words
+    kStartsHead = 4,      // it is the first of a head
+    kOddRound = 8,        // the pipeline's round is odd; from kStageShift on its stage
+    kTransforms = 16,     // of the call: anything is done to scores before the exponent
+    kBiased = 32,         // there is a bias
+    kSumsKeyBias = 64,    // its gradient is asked for
+    kLargeRows = 128,     // there are large rows
+    kNever = 1u << 15,    // is not set, which the compiler does not know
+    kOddWork = 1u << 18,  // the work's number is odd
+    kDone = 1u << 19,     // there is no work, either
   };
   // Besides the number of the step, and of the one before, modulo kNumbers.
   static constexpr int kNumberShift = 9, kLastNumberShift = 12, kStageShift = 16, kAddressShift = 24;
   static constexpr std::uint32_t kNumbers = 2 * Config::kScoreStages;
   static_assert(kNumbers <= 8);
-  static constexpr std::uint32_t kStageMask = 255, kAddressUnits = 1024;
+  static constexpr std::uint32_t kStageMask = 3, kAddressUnits = 1024;
+  static_assert(Config::kStages <= kStageMask);
 
   struct {
     RowFacts lse[Config::kTileRows], delta[Config::kTileRows];
@@ -74,23 +78,30 @@ struct BackwardBlock {
   using Walk = RowWalk<kTileRows, kTileKeys, kPlanned>;
   using Step = typename Walk::Step;
 
+  // A tile of keys.
+  struct Work {
+    KeyBlock block;
+    int existing;
+    std::int32_t key[kTileKeys];  // -1: none, or no row sees it, and the tile holds zeros
+  };
+
   struct Shared {
     Pipeline<kStages> steps;
-    std::uint64_t keys_full;                                   // keys and values have arrived
+    Pipeline<1> keys;                                          // of a work, and its values
+    std::uint64_t works_empty[2];                              // consumers are done with the work
     std::uint64_t score_gradients_full[Config::kScoreStages];  // all consumers that make them have stored theirs
     std::uint64_t probabilities_full;                          // of the step, if consumers hand them on
     Facts facts[kStages];
-    std::int32_t key[kTileKeys];  // -1: none, or no row sees it, and the tile holds zeros
+    Work works[2];                                // that of the consumers, and the next one
+    std::uint32_t taken[Config::kProducerWarps];  // works, of each of them
     RowRange range[kTileKeys];
     float bias[kTileKeys];  // of the head of the consumers' step, if it is the same for every row
     Walk walks[Config::kProducerWarps];
     int head;                           // of the step that was brought last
     std::uint32_t number;               // of the next one, modulo Facts::kNumbers
     int heads[4 * Config::kConsumers];  // of each consumer's warp: of the steps that it adds up for a bias's gradient
-    KeyBlock block;
-    int existing;
-    std::uint32_t marks;  // those of the call
-    bool has_unseen_row;  // the call has one
+    std::uint32_t marks;                // those of the call
+    bool has_unseen_row;                // the call has one
   };
   static constexpr std::size_t kSharedBytes = Config::kTilesBytes + sizeof(Shared);
   static_assert(kSharedBytes <= kWideSharedBytes);
@@ -110,33 +121,26 @@ struct BackwardBlock {
         probabilities(score_gradients + static_cast<std::uint32_t>(Config::kScoreStages * Config::kScoreBytes)),
         shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes)) {}
 
-  // For order_blocks.
-  __device__ static int visits(const BackwardParams& params, unsigned number, int lane, int lanes) {
-    const KeyBlock block = key_block<kTileKeys, kPlanned>(params, number);
-    return block.exists ? Walk::visits(params, block, lane, lanes) : 0;
-  }
-
-  // Says whether the block has anything to do.
-  __device__ bool init() {
+  __device__ void init() const {
     if (threadIdx.x == 0) {
-      shared.block = key_block<kTileKeys, kPlanned>(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
-      shared.existing = key_count(params.visibility, shared.block.batch);
-      shared.head = -1, shared.number = 0;
+      shared.number = 0;
       shared.marks = (params.score.transforms ? Facts::kTransforms : 0) | (params.bias.defined() ? Facts::kBiased : 0) |
                      (params.dbias_sums != nullptr ? Facts::kSumsKeyBias : 0) |
                      (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0);
       shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
-      // Every thread that writes or reads what is known of a step hands it on itself: if one lane did so for its warp,
-      // compute-sanitizer would not know that the others have.
+      // Every thread that writes or reads what is known of a step, or of a work, hands it on itself: if one lane did so
+      // for its warp, compute-sanitizer would not know that the others have.
       shared.steps.init(32 * Config::kProducerWarps, Config::kConsumers * kWarpGroup);
-      init_barrier(shared_address(&shared.keys_full), 32 * Config::kProducerWarps);
+      shared.keys.init(32 * Config::kProducerWarps, 4 * Config::kConsumers);
+      for (std::uint64_t& empty : shared.works_empty) {
+        init_barrier(shared_address(&empty), Config::kConsumers * kWarpGroup);
+      }
       for (std::uint64_t& full : shared.score_gradients_full)
         init_barrier(shared_address(&full), Config::kSplitsGradients ? kWarpGroup : 4 * Config::kConsumers);
       init_barrier(shared_address(&shared.probabilities_full), kWarpGroup);
       fence_barrier_init();
     }
     __syncthreads();
-    return shared.block.exists;
   }
 
   __device__ std::uint32_t queries_at(int stage) const {
@@ -151,23 +155,71 @@ struct BackwardBlock {
   __device__ void produce() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     if (warp >= Config::kProducerWarps) return;
-    const KeyBlock& block = shared.block;
-    const std::int32_t key = key_of(warp * 32 + lane);
-    const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, shared.existing, key);
+    Position<kStages> at;  // of the next step
+    if (lane == 0) shared.taken[warp] = 0;
+    __syncwarp();
+#pragma unroll 1
+    while (take_work(warp, lane)) {
+      find_key(warp, lane);
+      produce_steps(warp, lane, at);
+      __syncwarp();
+      if (lane == 0) ++shared.taken[warp];
+      __syncwarp();
+    }
+    wait_until_empty(at);
+    if (warp == 0 && lane == 0) set_mark(at, Facts::kDone);
+    arrive(shared_address(&shared.steps.full[at.stage]));
+  }
+
+  // The warp's work.
+  __device__ Work& work(int warp) const { return shared.works[shared.taken[warp] % 2]; }
+
+  // The block's next work, if there is one: which, says one warp.
+  __device__ bool take_work(int warp, int lane) const {
+    Work& work = this->work(warp);
+    const std::uint32_t taken = shared.taken[warp];
+    wait(shared_address(&shared.works_empty[taken % 2]), (taken / 2 % 2) ^ 1);
+    if (recomputed(warp) == 0) {
+      int number = static_cast<int>(blockIdx.x);
+      if (taken > 0) {
+        if (lane == 0) number = static_cast<int>(gridDim.x) + atomicAdd(params.works.taken, 1);
+        number = __shfl_sync(~0u, number, 0);
+      }
+      if constexpr (kPlanned) {
+        number = key_work<kTileKeys>(params, number);
+      } else if (number >= key_blocks<kTileKeys, false>(params)) {
+        number = -1;
+      }
+      if (lane == 0) {
+        shared.head = -1;
+        work.block.exists = false;
+        if (number >= 0) {
+          work.block = key_block<kTileKeys, kPlanned>(params, static_cast<unsigned>(number));
+          work.existing = key_count(params.visibility, work.block.batch);
+        }
+      }
+    }
+    sync_named_barrier(kProducerBarrier, 32 * Config::kProducerWarps);
+    return work.block.exists;
+  }
+
+  // The lane's key, and the rows that see it.
+  __device__ void find_key(int warp, int lane) const {
+    Work& work = this->work(warp);
+    const KeyBlock& block = work.block;
+    const std::int32_t key = key_of(block, warp * 32 + lane);
+    const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, work.existing, key);
     bool visible = range.begin < range.end;
     if constexpr (kPlanned) {
       visible = any_row_sees(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
                              block.end_chunk);
     }
-    shared.key[warp * 32 + lane] = visible ? key : -1;
+    work.key[warp * 32 + lane] = visible ? key : -1;
     shared.range[warp * 32 + lane] = range;
-    gather_keys(warp, lane, visible ? key : -1);
-    produce_steps(warp, lane);
   }
 
   // The key of a column of the tile, -1: none.
-  __device__ std::int32_t key_of(int column) const {
-    const KeyBlock& block = shared.block;
+  __device__ std::int32_t key_of(const KeyBlock& block, int column) const {
     const int position = block.tile * kTileKeys + column;
     if (!block.listed) return position;
     if (position >= params.plan.chunks[block.plan_chunk].count) return -1;
@@ -193,66 +245,81 @@ struct BackwardBlock {
     }
   }
 
-  // Keys that nobody sees arrive as zeros.
-  __device__ void gather_keys(int warp, int lane, std::int32_t key) const {
-    const KeyBlock& block = shared.block;
-    gather<kKeyPanel>(lane, key, rows_of(params.key, block.batch, block.key_head, 0),
+  // Once consumers are done with those before. Keys that nobody sees arrive as zeros.
+  __device__ void gather_keys(int warp, int lane) const {
+    const Work& work = this->work(warp);
+    const KeyBlock& block = work.block;
+    wait(shared_address(&shared.keys.empty[0]), (shared.taken[warp] % 2) ^ 1);
+    gather<kKeyPanel>(lane, work.key[warp * 32 + lane], rows_of(params.key, block.batch, block.key_head, 0),
                       rows_of(params.value, block.batch, block.key_head, 0), keys + warp * 32 * 128,
                       values + warp * 32 * 128);
-    arrive_when_copied(shared_address(&shared.keys_full));
+    arrive_when_copied(shared_address(&shared.keys.full[0]));
   }
 
-  __device__ std::int64_t tile_of(const Step& step) const {
+  __device__ std::int64_t tile_of(const KeyBlock& block, const Step& step) const {
     const int row_tiles = (params.rows + kTileRows - 1) / kTileRows;
-    return (static_cast<std::int64_t>(shared.block.batch) * params.heads + step.head) * row_tiles + step.row_tile;
+    return (static_cast<std::int64_t>(block.batch) * params.heads + step.head) * row_tiles + step.row_tile;
   }
 
   // Whether every row of the step sees every key of the block.
-  __device__ bool is_full(const Step& step) const {
+  __device__ bool is_full(const Work& work, const Step& step) const {
     if constexpr (kPlanned) return step.full;
-    return causal_limit(params.visibility, shared.existing, step.first_row()) >= (shared.block.tile + 1) * kTileKeys;
+    return causal_limit(params.visibility, work.existing, step.first_row()) >= (work.block.tile + 1) * kTileKeys;
   }
 
-  // Every warp walks for itself. The first one brings rows, and what is known of them; all make words of their keys.
-  __device__ void produce_steps(int warp, int lane) {
-    const KeyBlock& block = shared.block;
+  __device__ void wait_until_empty(const Position<kStages>& at) const {
+    wait(shared_address(&shared.steps.empty[at.stage]), at.parity ^ 1);
+  }
+
+  // By one thread: of a step `bits`, besides what says which one it is.
+  __device__ void set_mark(const Position<kStages>& at, std::uint32_t bits) const {
+    shared.facts[at.stage].mark = bits | shared.marks | at.stage << Facts::kStageShift |
+                                  queries_at(at.stage) / Facts::kAddressUnits << Facts::kAddressShift |
+                                  (at.parity != 0 ? Facts::kOddRound : 0) | shared.number << Facts::kNumberShift |
+                                  (shared.number + Facts::kNumbers - 1) % Facts::kNumbers << Facts::kLastNumberShift;
+  }
+
+  // Every warp walks for itself. The first one brings rows, and what is known of them; all make words of their keys,
+  // which they bring once the first step is on its way: its rows have a place before keys do.
+  __device__ void produce_steps(int warp, int lane, Position<kStages>& at) const {
+    const Work& work = this->work(warp);
     Walk& walk = shared.walks[warp];
-    walk.start(params, block, shared.existing);
-    Position<kStages> at;
-    bool exists = true;
+    walk.start(params, work.block, work.existing);
+    bool exists = true, has_keys = false;
 #pragma unroll 1
     while (exists) {
-      const Step step = walk.next(params, block, shared.existing);
+      const Step step = walk.next(params, work.block, work.existing);
       exists = step.exists();
       Facts& facts = shared.facts[at.stage];
-      const bool full = exists && is_full(step);
-      wait(shared_address(&shared.steps.empty[at.stage]), at.parity ^ 1);
-      if (warp == 0) {
+      // Tested anew each time: there are no predicates to keep it in.
+      const int full = exists && is_full(work, step) ? 1 : 0;
+      wait_until_empty(at);
+      if (recomputed(warp) == 0) {
         if (lane == 0) {
-          facts.mark = shared.marks | at.stage << Facts::kStageShift |
-                       queries_at(at.stage) / Facts::kAddressUnits << Facts::kAddressShift |
-                       (exists ? Facts::kExists : 0) | (full ? Facts::kFull : 0) |
-                       (step.head != shared.head ? Facts::kStartsHead : 0) | (at.parity != 0 ? Facts::kOddRound : 0) |
-                       shared.number << Facts::kNumberShift |
-                       (shared.number + Facts::kNumbers - 1) % Facts::kNumbers << Facts::kLastNumberShift;
-          shared.number = (shared.number + 1) % Facts::kNumbers;
+          set_mark(at, (exists ? Facts::kExists : 0) | (recomputed(full) != 0 ? Facts::kFull : 0) |
+                           (step.head != shared.head ? Facts::kStartsHead : 0) |
+                           (shared.taken[0] % 2 != 0 ? Facts::kOddWork : 0));
+          if (exists) shared.number = (shared.number + 1) % Facts::kNumbers;
           facts.head = shared.head = step.head;
           facts.first_row = step.first_row();
-          facts.tile = static_cast<int>(tile_of(step));
+          facts.tile = static_cast<int>(tile_of(work.block, step));
         }
-        if (exists) bring_rows(step, facts, at, lane);
+        if (exists) bring_rows(work.block, step, facts, at, lane);
       }
-      if (exists && !full) make_words(step, warp * 32 + lane, facts);
+      if (exists && recomputed(full) == 0) make_words(work, step, warp * 32 + lane, facts);
       __syncwarp();
       arrive(shared_address(&shared.steps.full[at.stage]));
       at.advance();
+      if (!has_keys) gather_keys(warp, lane);
+      has_keys = true;
     }
   }
 
   // Queries, output gradients and facts of the step's rows. Rows past the last have facts too.
-  __device__ void bring_rows(const Step& step, Facts& facts, const Position<kStages>& at, int lane) const {
-    const RowFacts* source = params.row_facts + tile_of(step) * (2 * kTileRows);
-    if (shared.has_unseen_row && gather_rows(step, source, facts, at, lane)) return;
+  __device__ void bring_rows(const KeyBlock& block, const Step& step, Facts& facts, const Position<kStages>& at,
+                             int lane) const {
+    const RowFacts* source = params.row_facts + tile_of(block, step) * (2 * kTileRows);
+    if (shared.has_unseen_row && gather_rows(block.batch, step, source, facts, at, lane)) return;
     if (lane != 0) return;
     const std::uint32_t full = shared_address(&shared.steps.full[at.stage]);
     expect_bytes(full, 2 * Config::kRowBytes + sizeof(facts.rows));
@@ -260,22 +327,22 @@ struct BackwardBlock {
 #pragma unroll
     for (int panel = 0; panel < Config::kPanels; ++panel) {
       load_box(queries_at(at.stage) + panel * kRowPanel, maps.query, panel * 64, step.first_row(), step.head,
-               shared.block.batch, full);
+               block.batch, full);
       load_box(output_gradients_at(at.stage) + panel * kRowPanel, maps.dout, panel * 64, step.first_row(), step.head,
-               shared.block.batch, full);
+               block.batch, full);
     }
   }
 
   // The same if some row sees no key, which it says: query and output gradient of such a row, which may be anything,
   // arrive as zeros.
-  __device__ bool gather_rows(const Step& step, const RowFacts* source, Facts& facts, const Position<kStages>& at,
-                              int lane) const {
+  __device__ bool gather_rows(int batch, const Step& step, const RowFacts* source, Facts& facts,
+                              const Position<kStages>& at, int lane) const {
     const auto sees = [&](int row) { return source[row] != INFINITY; };
     bool unseen = false;
     for (int row = lane; row < kTileRows; row += 32) unseen |= !sees(row) && step.first_row() + row < params.rows;
     if (!__any_sync(~0u, unseen)) return false;
-    const TokenRows queries = rows_of(params.query, shared.block.batch, step.head, step.first_row()),
-                    gradients = rows_of(params.dout, shared.block.batch, step.head, step.first_row());
+    const TokenRows queries = rows_of(params.query, batch, step.head, step.first_row()),
+                    gradients = rows_of(params.dout, batch, step.head, step.first_row());
 #pragma unroll 1
     for (int first_row = 0; first_row < kTileRows; first_row += 32) {
       const int row = first_row + lane;
@@ -289,13 +356,13 @@ struct BackwardBlock {
     return true;
   }
 
-  __device__ void make_words(const Step& step, int column, Facts& facts) const {
-    const std::int32_t key = shared.key[column];
+  __device__ void make_words(const Work& work, const Step& step, int column, Facts& facts) const {
+    const std::int32_t key = work.key[column];
     const RowRange range = shared.range[column];
 #pragma unroll
     for (int word = 0; word < Config::kWords; ++word) {
       facts.words[column][word] = key < 0 ? 0
-                                          : visible_word(params.visibility, range, shared.block.batch, step.head, key,
+                                          : visible_word(params.visibility, range, work.block.batch, step.head, key,
                                                          step.first_row() + word * kWordRows);
     }
   }
@@ -308,7 +375,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
   using Config = typename Block::Config;
   extern __shared__ __align__(1024) unsigned char memory[];
   Block block(params, maps, memory);
-  if (!block.init()) return;
+  block.init();
   if (threadIdx.x < kWarpGroup) {
     give_registers_up<Config::kProducerRegisters>();
     Block(params, maps, at_kept_address(memory)).produce();

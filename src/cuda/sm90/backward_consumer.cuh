@@ -20,20 +20,27 @@ struct BackwardConsumer {
 
   __device__ explicit BackwardConsumer(Block& block) : steps(block) {}
 
+  // All works of the block.
   __device__ void run() {
+    steps.wait_for_step(0, 0);
+#pragma unroll 1
+    while (!steps.has(Facts::kDone)) {
+      run_work();
+      steps.release_work();
+      steps.wait_for_next_step();
+    }
+  }
+
+  __device__ void run_work() {
     clear(dkeys);
     clear(dvalues);
     settle(dkeys[0]);  // cleared before products begin
     settle(dvalues[0]);
-    steps.wait_for_step(0, 0);
-    wait(shared_address(&steps.block.shared.keys_full), 0);
-    fence_async_proxy();  // keys were not copied by the products' proxy
-    if (steps.has(Facts::kExists)) {
-      run_steps();
-    } else if (!steps.stores()) {
-      return;  // nothing to add
-    }
-    store_results();
+    steps.wait_for_keys();
+    const bool any = steps.has(Facts::kExists);
+    if (any) run_steps();
+    steps.release_keys();
+    if (any || steps.stores()) store_results();  // else there is nothing to add
   }
 
   __device__ void store_results() const {
@@ -55,8 +62,8 @@ struct BackwardConsumer {
     arrive_named_barrier(kTurnBarrier + (steps.group + 1) % Config::kConsumers, Config::kConsumers * kWarpGroup);
   }
 
-  // All steps; the first one exists. Gradients of queries are computed a step late: those of scores, which they take
-  // from both consumers, have then been there for a while, and neither has to wait for the other.
+  // All steps of the work; the first one exists. Gradients of queries are computed a step late: those of scores, which
+  // they take from both consumers, have then been there for a while, and neither has to wait for the other.
   __device__ void run_steps() {
     if (steps.lane() == 0) steps.head() = steps.facts().head;
     __syncwarp();

@@ -1,4 +1,6 @@
 // The sm90 backward for one element type and bucket of head dims: cmake/cuda.cmake compiles this file once for each.
+#include <algorithm>
+
 #include "cuda/launch_blocks.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/launch.h"
@@ -10,14 +12,9 @@ template <typename Element, int kHeadDim, bool kPlanned>
 cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardMaps& maps, cudaStream_t stream) {
   using Block = BackwardBlock<Element, kHeadDim, kPlanned>;
   using Config = typename Block::Config;
-  const std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
-  BackwardParams ordered = params;
-  if (kPlanned && ordered.order.count == 0) {
-    const cudaError_t error = order_key_blocks<Block>(&ordered, blocks, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned>, {blocks, Config::kThreads, Block::kSharedBytes},
-                       stream, ordered, maps);
+  const std::int64_t works = key_blocks<Config::kTileKeys, kPlanned>(params);
+  const LaunchShape shape = {std::min<std::int64_t>(works, params.processors), Config::kThreads, Block::kSharedBytes};
+  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned>, shape, stream, params, maps);
 }
 
 }  // namespace
@@ -28,13 +25,6 @@ cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& ma
                  : launch_backward_kernel<Element, kHeadDim, false>(params, maps, stream);
 }
 
-template <typename Element, int kHeadDim>
-cudaError_t order_backward(BackwardParams* params, cudaStream_t stream) {
-  using Block = BackwardBlock<Element, kHeadDim, true>;
-  return order_key_blocks<Block>(params, key_blocks<Block::kTileKeys, true>(*params), stream);
-}
-
-template cudaError_t order_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(BackwardParams*, cudaStream_t);
 template cudaError_t launch_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const BackwardParams&,
                                                                                   const BackwardMaps&, bool,
                                                                                   cudaStream_t);

@@ -61,6 +61,7 @@ struct BackwardSteps {
     return queries() + static_cast<std::uint32_t>(Config::kRowBytes);
   }
   __device__ const Facts& facts() const { return block.shared.facts[stage()]; }
+  __device__ const typename Block::Work& work() const { return block.shared.works[has(Facts::kOddWork) ? 1 : 0]; }
 
   // The same address, but one that is worked out anew at every step, and with it the operands' descriptors: kept over
   // all steps, as the compiler would have it, these take more registers than there are. Where they come from, the mark,
@@ -135,7 +136,7 @@ struct BackwardSteps {
   __device__ std::uint32_t score_gradients_full(std::uint32_t step) const {
     return shared_address(&block.shared.score_gradients_full[step % Config::kScoreStages]);
   }
-  // Before the first step there are none, and nothing is waited for.
+  // Before the first step of all there are none, and nothing is waited for.
   __device__ void wait_for_score_gradients(std::uint32_t step) const {
     wait(score_gradients_full(step), step / Config::kScoreStages);
   }
@@ -157,8 +158,8 @@ struct BackwardSteps {
     const int column = warp_key() + lane();
     __syncwarp();
     if (lane() < 16) {
-      const std::int32_t key = block.shared.key[column];
-      const std::int64_t entry = offset_of(params.bias, block.shared.block.batch, facts().head);
+      const std::int32_t key = work().key[column];
+      const std::int64_t entry = offset_of(params.bias, work().block.batch, facts().head);
       block.shared.bias[column] = key < 0 ? 0 : load_bias<Element>(params.bias, entry + key * params.bias.key_stride);
     }
     __syncwarp();
@@ -180,8 +181,7 @@ struct BackwardSteps {
   __device__ void subtract_large_rows() {
     const BackwardParams& params = rare_params();
     const std::int64_t first =
-        (static_cast<std::int64_t>(block.shared.block.batch) * params.heads + facts().head) * params.rows +
-        facts().first_row;
+        (static_cast<std::int64_t>(work().block.batch) * params.heads + facts().head) * params.rows + facts().first_row;
 #pragma unroll
     for (int n = 0; n < kRowNTiles; ++n)
 #pragma unroll
@@ -299,7 +299,7 @@ struct BackwardSteps {
   // Adds what steps of `head`, or of several heads with the same bias, have left in registers to global memory.
   __device__ void flush_key_bias_gradients(int head) {
     const BackwardParams& params = rare_params();
-    const KeyBlock& keys = block.shared.block;
+    const KeyBlock& keys = work().block;
     float* sums = params.dbias_sums + keys.color * params.bias_color_stride + params.dbias.offset(keys.batch, head);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -307,22 +307,22 @@ struct BackwardSteps {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       key_bias_gradient[i] = 0;
-      const std::int32_t key = block.shared.key[key_column() + 8 * i];
+      const std::int32_t key = work().key[key_column() + 8 * i];
       if (lane() % 4 == 0 && key >= 0) atomicAdd(sums + key * params.dbias.key_stride, sum);
     }
   }
 
   // Where other blocks have some of the block's gradients, each is added to `sums`, else it is stored.
-  __device__ bool stores() const { return block.shared.block.stores; }
+  __device__ bool stores() const { return work().block.stores; }
   __device__ void add_up(const float (&gradient)[1][kDimNTiles][4], float* sums, float factor) const {
-    const KeyBlock& keys = block.shared.block;
-    add_to_sums<kHeadDim>(gradient, block.params, keys, block.shared.key, warp_key(), 0,
+    const KeyBlock& keys = work().block;
+    add_to_sums<kHeadDim>(gradient, block.params, keys, work().key, warp_key(), 0,
                           sums + keys.color * block.params.key_color_stride, factor);
   }
 
   __device__ void store(const float (&gradient)[1][kDimNTiles][4], const TokenView& target, float factor) const {
     const BackwardParams& params = block.params;
-    const KeyBlock& keys = block.shared.block;
+    const KeyBlock& keys = work().block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = keys.tile * Config::kTileKeys + key_column() + 8 * i;
@@ -356,6 +356,21 @@ struct BackwardSteps {
     wait_for_step(wraps ? 0 : stage() + 1, wraps ? parity ^ 1 : parity);
   }
 
+  // Once keys and values of the work are there.
+  __device__ void wait_for_keys() const {
+    wait(shared_address(&block.shared.keys.full[0]), has(Facts::kOddWork) ? 1 : 0);
+    fence_async_proxy();  // they were not copied by the products' proxy
+  }
+  // At the end of the work's steps, whose products have all ended.
+  __device__ void release_keys() const {
+    release(stage());
+    if (lane() == 0) arrive(shared_address(&block.shared.keys.empty[0]));
+  }
+  // Its results are stored, too.
+  __device__ void release_work() const {
+    arrive(shared_address(&block.shared.works_empty[has(Facts::kOddWork) ? 1 : 0]));
+  }
+
   // Of the step whose products have all ended.
   __device__ void release(int stage) const {
     __syncwarp();
@@ -383,7 +398,7 @@ struct BackwardSteps {
   }
   __device__ void start_sums_of_head() {
     const BroadcastView& dbias = rare_params().dbias;
-    const int batch = block.shared.block.batch, next = facts().head;
+    const int batch = work().block.batch, next = facts().head;
     if (has(Facts::kSumsKeyBias) && dbias.offset(batch, head()) != dbias.offset(batch, next)) {
       flush_key_bias_gradients(head());
     }

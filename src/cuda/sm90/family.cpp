@@ -3,6 +3,7 @@
 // backward with a softcap, or a bias that differs by row.
 #include "cuda/attention/backward_call.h"
 #include "cuda/attention/call.h"
+#include "cuda/attention/key_works.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
 #include "cuda/sm80/launch.h"
@@ -147,7 +148,7 @@ bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
 BackwardTiles tiles_of(const BackwardProblem& problem) {
   return with_bucket(problem.head_dim, []<int kHeadDim>() {
     using Config = sm90::BackwardConfig<kHeadDim>;
-    return BackwardTiles{Config::kTileRows, Config::kTileKeys};
+    return BackwardTiles{.rows = Config::kTileRows, .keys = Config::kTileKeys, .stays = true};
   });
 }
 
@@ -176,21 +177,13 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
       }
     });
   };
-  const auto order = [&](BackwardParams* params) {
-    return by_type(problem, [&]<typename Element, int kHeadDim>() {
-      if constexpr (sm90::has_backward(kHeadDim)) {
-        return sm90::order_backward<Element, kHeadDim>(params, stream);
-      } else {
-        return cudaErrorInvalidValue;
-      }
-    });
-  };
   const BackwardKernels kernels = {
       .family = kSm90Family.name,
       .variant = "",
       .tiles = tiles_of(problem),
       .launch = launch,
-      .order = order,
+      .list_works =
+          [&](const BackwardParams& params) { return list_key_works(params, tiles_of(problem).keys, stream); },
       .launch_query_gradients =
           [&](const BackwardParams& params) { return sm90::launch_query_gradients(problem, params, stream); },
       .launch_query_backward =

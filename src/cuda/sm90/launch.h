@@ -55,10 +55,6 @@ struct BackwardMaps {
 template <typename Element, int kHeadDim>
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream);
 
-// Orders its blocks beforehand, of a plan; else launch_backward does.
-template <typename Element, int kHeadDim>
-cudaError_t order_backward(BackwardParams* params, cudaStream_t stream);
-
 // dquery from the sums that it left, which lie as its threads' registers do (query_gradients.cu).
 cudaError_t launch_query_gradients(const BackwardProblem& problem, const BackwardParams& params, cudaStream_t stream);
 

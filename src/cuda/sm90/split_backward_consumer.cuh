@@ -33,21 +33,37 @@ struct SplitBackwardConsumer {
 
   __device__ explicit SplitBackwardConsumer(Block& block) : steps(block) {}
 
+  // All works of the block.
   template <bool kOwnsValues>
   __device__ void run() {
+    steps.wait_for_step(0, 0);
+#pragma unroll 1
+    while (!steps.has(Facts::kDone)) {
+      run_work<kOwnsValues>();
+      steps.release_work();
+      steps.wait_for_next_step();
+    }
+  }
+
+  template <bool kOwnsValues>
+  __device__ void run_work() {
     clear(sums);
     settle(sums[0]);  // cleared before products begin
-    steps.wait_for_step(0, 0);
-    wait(shared_address(&steps.block.shared.keys_full), 0);
-    fence_async_proxy();  // keys were not copied by the products' proxy
+    steps.wait_for_keys();
     const bool any = steps.has(Facts::kExists);
+    if (any) {
+      if constexpr (kOwnsValues) {
+        add_up_values();
+      } else {
+        add_up_keys();
+      }
+    }
+    steps.release_keys();
     if (!any && !steps.stores()) return;  // nothing to add
     const BackwardParams& params = steps.block.params;
     if constexpr (kOwnsValues) {
-      if (any) add_up_values();
       if (params.wants_dvalue) store_or_add(params.dvalue, params.dvalue_sums, 1);
     } else {
-      if (any) add_up_keys();
       if (params.wants_dkey) store_or_add(params.dkey, params.dkey_sums, params.score.scale);
     }
   }

@@ -1,0 +1,20 @@
+// Lists what the blocks of a backward have to do, if they stay for many tiles of keys. A grid with a block for each
+// tile that a list may have would mostly be of blocks without any where rows are shown few keys, and each of these takes
+// a microsecond to come and go.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/attention/params.h"
+
+namespace flash_dmattn::internal::cuda {
+
+// Entries of KeyWorks::starts, less the last one, of a launch that takes the lists of `chunks` chunks of rows.
+std::int64_t key_work_entries(std::int64_t batch, std::int64_t key_heads, std::int64_t splits, std::int64_t chunks);
+
+// Writes params.works, of a plan, for blocks of `tile_keys` keys, which may be 64 or 128.
+cudaError_t list_key_works(const BackwardParams& params, int tile_keys, cudaStream_t stream);
+
+}  // namespace flash_dmattn::internal::cuda
