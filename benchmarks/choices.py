@@ -10,20 +10,22 @@ BLOCK_ROWS = 128
 POOLS = {"coherent": 1.5, "medium": 3.0, "independent": None}
 
 
-def choose_keys(length: int, kept: int, pool: float | None, *, seed: int = 0) -> Tensor:
-    """`kept` random keys of every row's past, in no order: int32 (length, kept), padded with -1.
+def choose_keys(
+    length: int, kept: int, pool: float | None, *, seed: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """`kept` random keys of every row's past, in no order: int32 (length, kept) on `device`, padded with -1.
 
     Each block of 128 rows has a pool of pool * kept random keys from its own past, of which each of its rows draws
     those that it keeps.
     """
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.full((length, kept), -1, dtype=torch.int32)
+    generator = torch.Generator(device).manual_seed(seed)
+    chosen = torch.full((length, kept), -1, dtype=torch.int32, device=device)
     for first in range(0, length, BLOCK_ROWS):
-        rows = torch.arange(first, min(first + BLOCK_ROWS, length))
-        past = int(rows[-1]) + 1
+        rows = torch.arange(first, min(first + BLOCK_ROWS, length), device=device)
+        past = first + len(rows)
         size = past if pool is None else min(int(pool * kept), past)
-        keys = torch.randperm(past, generator=generator)[:size]
-        ranks = torch.rand(len(rows), size, generator=generator).masked_fill_(keys > rows[:, None], -1)
+        keys = torch.randperm(past, generator=generator, device=device)[:size]
+        ranks = torch.rand(len(rows), size, generator=generator, device=device).masked_fill_(keys > rows[:, None], -1)
         best, places = ranks.topk(min(kept, size), dim=1, sorted=False)
         chosen[rows, : best.shape[1]] = torch.where(best >= 0, keys[places], -1).int()
     return chosen

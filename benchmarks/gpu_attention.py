@@ -1,6 +1,6 @@
 """Compares flash_dmattn on one NVIDIA GPU with PyTorch's attention, FlexAttention and FlashAttention 4, if installed.
 
-    python benchmarks/gpu_attention.py                                 every case, some six minutes on an H200
+    python benchmarks/gpu_attention.py                                 every case, some eight minutes on an H200
     python benchmarks/gpu_attention.py --only dense decode             some of them
     python benchmarks/gpu_attention.py --json out.json                 also as JSON, which plot.py draws
     python benchmarks/gpu_attention.py --quick                         small sizes, to check this script only
@@ -15,10 +15,15 @@ import sys
 
 import torch
 from common import benchmark_parser, run_cases
-from gpu_cases import CASES, ceilings
+from gpu_cases import CASES as COMMON_CASES
+from gpu_cases import ceilings
 from gpu_common import DEVICE, Bench
+from gpu_document_cases import CASES as DOCUMENT_CASES
+from gpu_list_cases import CASES as LIST_CASES
 from report import Report, describe_machine
 from rich.console import Console
+
+CASES = {**COMMON_CASES, **DOCUMENT_CASES, **LIST_CASES}
 
 
 def describe_gpu() -> dict[str, object]:

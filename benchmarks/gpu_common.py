@@ -15,6 +15,7 @@ from report import Comparison
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.profiler import ProfilerActivity, profile
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
@@ -60,6 +61,18 @@ def device_sampler(work: Work) -> Callable[[], float]:
     return lambda: seconds_between_events(graph.replay) / calls
 
 
+def kernel_seconds(work: Work, kernel: str) -> list[float]:
+    """What each of five calls spends in the kernels that have `kernel` in their names."""
+    seconds = []
+    for _ in range(6):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            work()
+            torch.cuda.synchronize()
+        taken = [event.time_range.elapsed_us() for event in profiled.events() if kernel in event.name]
+        seconds.append(sum(taken) / 1e6)
+    return seconds[1:]
+
+
 @dataclass
 class Bench:
     repeats: int
@@ -69,6 +82,14 @@ class Bench:
 
     def length(self, length: int) -> int:
         return length // 16 if self.quick else length
+
+    def note(self, case: str, what: str, seconds: list[float], *, limit: float | None = None) -> Iterator[Comparison]:
+        """One line of ours alone, in ms, measured elsewhere."""
+        kind = str(DTYPE).removeprefix("torch.")
+        low, middle, high = quartiles([each * 1e3 for each in seconds])
+        line = Comparison(case, what, kind, "ms", middle, limit=limit, ours_low=low, ours_high=high)
+        line.samples = len(seconds)
+        yield line
 
     def compare(
         self,
