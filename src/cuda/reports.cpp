@@ -32,12 +32,12 @@ struct ReportScratch {
 
 // A report is of shapes: tokens count as contiguous.
 AttentionProblem with_contiguous_tokens(AttentionProblem problem) {
-  const auto set = [&](TokenView* tokens, std::int64_t count, std::int64_t heads) {
-    *tokens = {nullptr, count * heads * problem.head_dim, heads * problem.head_dim, problem.head_dim};
+  const auto set = [&](TokenView* tokens, std::int64_t count, std::int64_t heads, std::int64_t columns) {
+    *tokens = {nullptr, count * heads * columns, heads * columns, columns};
   };
-  set(&problem.query, problem.rows, problem.heads);
-  set(&problem.key, problem.keys, problem.key_heads);
-  set(&problem.value, problem.keys, problem.key_heads);
+  set(&problem.query, problem.rows, problem.heads, problem.head_dim);
+  set(&problem.key, problem.keys, problem.key_heads, problem.head_dim);
+  set(&problem.value, problem.keys, problem.key_heads, problem.value_dim);
   return problem;
 }
 

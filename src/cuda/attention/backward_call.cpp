@@ -140,7 +140,7 @@ Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const Backwa
                               .facts = scratch.row_facts,
                               .flags = &scratch.counters->row_flags,
                               .query_sums = scratch.dquery_sums,
-                              .sum_width = bucket_of(problem.head_dim),
+                              .sum_width = bucket_of(wider_head_dim(problem)),
                               .follows_listing = lists,
                               .natural = params.score.natural,
                               .stats = scratch.row_stats,

@@ -20,7 +20,7 @@ constexpr std::size_t kLineBytes = 128;
 void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles family_tiles, Arena* arena) {
   tiles = family_tiles;
   prepared.arrange(problem, arena);
-  const auto bucket = static_cast<std::size_t>(bucket_of(problem.head_dim));
+  const auto bucket = static_cast<std::size_t>(bucket_of(wider_head_dim(problem)));
   deterministic = problem.deterministic;
   const std::int64_t padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
   const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);

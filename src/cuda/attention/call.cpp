@@ -13,6 +13,10 @@ bool is_aligned(const TokenView& tokens) {
          tokens.token_stride % 8 == 0 && tokens.head_stride % 8 == 0 && std::abs(tokens.token_stride) < 1 << 30;
 }
 
+bool has_whole_pieces(const AttentionProblem& problem) {
+  return problem.head_dim % 8 == 0 && problem.value_dim % 8 == 0;
+}
+
 void fill(const AttentionProblem& problem, const Gpu& gpu, const PreparedVisibility& prepared,
           AttentionParams* params) {
   params->query = problem.query;
@@ -27,10 +31,11 @@ void fill(const AttentionProblem& problem, const Gpu& gpu, const PreparedVisibil
   params->heads = static_cast<std::int32_t>(problem.heads);
   params->key_heads = static_cast<std::int32_t>(problem.key_heads);
   params->head_dim = static_cast<std::int32_t>(problem.head_dim);
+  params->value_dim = static_cast<std::int32_t>(problem.value_dim);
   params->group = static_cast<std::int32_t>(problem.group());
   params->score = score_rule_of(problem.scale, problem.softcap, problem.bias.defined());
   params->aligned =
-      problem.head_dim % 8 == 0 && is_aligned(problem.query) && is_aligned(problem.key) && is_aligned(problem.value);
+      has_whole_pieces(problem) && is_aligned(problem.query) && is_aligned(problem.key) && is_aligned(problem.value);
   params->shared_limit = gpu.shared_limit;
   params->visibility = prepared.visibility;
   params->plan = prepared.plan;

@@ -17,8 +17,10 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Whether every row is whole pieces of 16 bytes (AttentionParams::aligned).
+// What AttentionParams::aligned says: whether every row of the tokens begins at a multiple of 16 bytes, and whether the
+// rows of all tensors are whole pieces of so many.
 bool is_aligned(const TokenView& tokens);
+bool has_whole_pieces(const AttentionProblem& problem);
 
 // What all kernels take of a call.
 void fill(const AttentionProblem& problem, const Gpu& gpu, const PreparedVisibility& prepared, AttentionParams* params);
@@ -53,7 +55,7 @@ template <typename Launch>
 cudaError_t by_type(const AttentionProblem& problem, Launch launch) {
   const auto by_bucket = [&](auto element) {
     using Element = decltype(element);
-    return with_bucket(problem.head_dim,
+    return with_bucket(wider_head_dim(problem),
                        [&]<int kHeadDim>() { return launch.template operator()<Element, kHeadDim>(); });
   };
   return problem.dtype == DType::kBFloat16 ? by_bucket(__nv_bfloat16()) : by_bucket(__half());

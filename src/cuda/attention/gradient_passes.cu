@@ -27,7 +27,8 @@ struct KeySums {
   TokenView dkey, dvalue;
   std::uint8_t* stored;  // (B, Hkv), 1: nothing is summed; null: all heads are
   std::int64_t keys, color_stride;
-  int batch, heads, group, width, head_dim, colors, slab, lanes;
+  int batch, heads, group, width, colors, slab, lanes;
+  int head_dim, value_dim;  // columns of dkey and of dvalue
 
   struct Slab {
     int pair, batch, head;
@@ -82,12 +83,11 @@ __global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
   const KeySums::Slab slab = sums.slab_of(blockIdx.x);
   if (sums.stored != nullptr && sums.stored[slab.pair] != 0) return;
   const int column = sums.first_column();
-  if (column >= sums.head_dim) return;
-  const auto round = [&](const float* source, const TokenView& gradient) {
-    if (source == nullptr) return;
+  const auto round = [&](const float* source, const TokenView& gradient, int columns) {
+    if (source == nullptr || column >= columns) return;
     auto* target = static_cast<std::uint16_t*>(gradient.data) + slab.batch * gradient.batch_stride +
                    slab.head * gradient.head_stride + slab.first_key * gradient.token_stride + column;
-    const bool whole = sums.head_dim % 4 == 0 && reinterpret_cast<std::uintptr_t>(gradient.data) % 8 == 0;
+    const bool whole = columns % 4 == 0 && reinterpret_cast<std::uintptr_t>(gradient.data) % 8 == 0;
 #pragma unroll 4
     for (int key = sums.first_key(); key < slab.keys; key += sums.key_step()) {
       const float* first = source + sums.offset(slab) + key * sums.key_stride();
@@ -104,11 +104,11 @@ __global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
       }
       const std::uint16_t elements[4] = {static_cast<std::uint16_t>(low), static_cast<std::uint16_t>(low >> 16),
                                          static_cast<std::uint16_t>(high), static_cast<std::uint16_t>(high >> 16)};
-      for (int i = 0; i < min(4, sums.head_dim - column); ++i) result[i] = elements[i];
+      for (int i = 0; i < min(4, columns - column); ++i) result[i] = elements[i];
     }
   };
-  round(sums.dkey_sums, sums.dkey);
-  round(sums.dvalue_sums, sums.dvalue);
+  round(sums.dkey_sums, sums.dkey, sums.head_dim);
+  round(sums.dvalue_sums, sums.dvalue, sums.value_dim);
 }
 
 template <typename Element>
@@ -143,7 +143,7 @@ __global__ void reduce_bias_kernel(const __grid_constant__ BackwardProblem probl
 
 KeySums key_sums_of(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
                     std::uint8_t* stored) {
-  const int width = bucket_of(problem.head_dim);
+  const int width = bucket_of(wider_head_dim(problem));
   // Blocks enough to fill a large GPU, and no more than that if there is nothing to do.
   constexpr std::int64_t kManyBlocks = 1024, kLeastSlab = 16, kMostSlab = 256;
   const std::int64_t slab =
@@ -159,10 +159,11 @@ KeySums key_sums_of(const BackwardProblem& problem, int colors, float* dkey_sums
           .heads = static_cast<int>(problem.key_heads),
           .group = static_cast<int>(problem.group()),
           .width = width,
-          .head_dim = static_cast<int>(problem.head_dim),
           .colors = colors,
           .slab = static_cast<int>(slab),
-          .lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(width / 4)))};
+          .lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(width / 4))),
+          .head_dim = static_cast<int>(problem.head_dim),
+          .value_dim = static_cast<int>(problem.value_dim)};
 }
 
 template <typename Launch>

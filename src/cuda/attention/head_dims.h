@@ -1,5 +1,5 @@
 // The head dims that kernels are compiled for. A head in between is computed by the next larger one, padded with zeros
-// in shared memory only.
+// in shared memory only; and so is the narrower one of a call's two head dims, where they differ.
 #pragma once
 
 #include <array>
@@ -23,6 +23,12 @@ constexpr int bucket_of(std::int64_t head_dim) {
     if (head_dim <= bucket) return bucket;
   }
   return 0;
+}
+
+// The head dim whose bucket computes the call: the larger one of queries and keys, and of values.
+template <typename Call>
+constexpr std::int64_t wider_head_dim(const Call& call) {
+  return call.head_dim < call.value_dim ? call.value_dim : call.head_dim;
 }
 
 // Calls call.operator()<bucket>() with the bucket of head_dim, which exists.

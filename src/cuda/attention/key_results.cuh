@@ -41,12 +41,12 @@ __device__ inline void add_to_sums(const float (&gradient)[kMTiles][kNTiles][4],
   }
 }
 
-// Stores all warps' fragments, times `factor`, as the block's kTileKeys rows of `target`, through `tile`, which nobody
-// reads any more. The keys of the block are neighbours.
+// Stores all warps' fragments, times `factor`, as the block's kTileKeys rows of `target`, which has `columns`, through
+// `tile`, which nobody reads any more. The keys of the block are neighbours.
 template <typename Element, int kTileKeys, int kThreads, int kHeadDim, int kMTiles, int kNTiles>
 __device__ inline void store_keys(const float (&gradient)[kMTiles][kNTiles][4], const BackwardParams& params,
                                   const KeyBlock& block, SharedTile<kHeadDim> tile, int first_row, int first_column,
-                                  const TokenView& target, float factor) {
+                                  const TokenView& target, int columns, float factor) {
   using Tile = SharedTile<kHeadDim>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ inline void store_keys(const float (&gradient)[kMTiles][kNTiles][4], 
     if (key >= params.keys) continue;
     std::uint32_t words[4];
     load_shared_16(words, tile.piece(row, piece));
-    store_piece(base + key * target.token_stride, piece, words, params.head_dim, params.aligned);
+    store_piece(base + key * target.token_stride, piece, words, columns, params.aligned);
   }
 }
 

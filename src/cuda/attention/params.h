@@ -67,11 +67,12 @@ struct KeyWorks {
 };
 
 struct AttentionParams {
-  TokenView query, key, value;  // (B, Sq, H, D), (B, Sk, Hkv, D)
+  TokenView query, key, value;  // (B, Sq, H, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)
   BroadcastView bias;           // data null: none
   bool bias_by_row = false;     // it has, or its gradient has, rows of its own
-  std::int32_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0, head_dim = 0;
-  std::int32_t group = 1;  // query heads of a key head
+  std::int32_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0;
+  std::int32_t head_dim = 0, value_dim = 0;  // D and Dv
+  std::int32_t group = 1;                    // query heads of a key head
   ScoreRule score;
   // Every row of query, key, value (and out, dout) is whole pieces of 16 aligned bytes. Else they are read by element.
   bool aligned = false;
@@ -91,7 +92,7 @@ struct AttentionParams {
 using RowStats = float2;
 
 struct ForwardParams : AttentionParams {
-  TokenView out;                  // (B, Sq, H, D) contiguous
+  TokenView out;                  // (B, Sq, H, Dv) contiguous
   float* lse = nullptr;           // (B, H, Sq) contiguous
   RowStats* row_stats = nullptr;  // likewise; null: not wanted
   HeadView sink;                  // of out alone, lse and row_stats leave it out; data null: none
@@ -99,7 +100,7 @@ struct ForwardParams : AttentionParams {
 
 // What the backward knows of rows, (B, H, tiles of rows, 2, rows of a tile): of every tile first what lse says of its
 // rows, in units of log2: +inf for a row that sees no key or does not exist, so that its probabilities come out as 0,
-// and kLargeRow where the lse is large (large_rows.cuh). Then each row's delta, the sum over D of dout * out, less
+// and kLargeRow where the lse is large (large_rows.cuh). Then each row's delta, the sum over Dv of dout * out, less
 // dlse; 0 for a row without keys. With a sink both are what they have to be for probabilities that the sink has a part
 // of (row_facts.cu).
 using RowFacts = float;

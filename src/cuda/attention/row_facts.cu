@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = static_cast<int>(blockIdx.x % heads);
   const int tile = static_cast<int>(blockIdx.x / heads % tiles), batch = static_cast<int>(blockIdx.x / heads / tiles);
   const std::int64_t number = (static_cast<std::int64_t>(batch) * heads + head) * tiles + tile;
-  const int first_row = tile * pass.row_tile, columns = static_cast<int>(problem.head_dim) - lane * 8;
+  const int first_row = tile * pass.row_tile, columns = static_cast<int>(problem.value_dim) - lane * 8;
   const auto at = [&](const TokenView& tokens) {
     return static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
            lane * 8;
@@ -170,9 +170,9 @@ cudaError_t row_facts_of(const BackwardProblem& problem, const RowPass& pass, cu
         .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = pass.follows_listing};
     return launch_blocks(kernel, shape, stream, problem, pass);
   };
-  if (problem.head_dim <= 32) return launch(row_facts_kernel<Element, 4>);
-  if (problem.head_dim <= 64) return launch(row_facts_kernel<Element, 8>);
-  if (problem.head_dim <= 128) return launch(row_facts_kernel<Element, 16>);
+  if (problem.value_dim <= 32) return launch(row_facts_kernel<Element, 4>);
+  if (problem.value_dim <= 64) return launch(row_facts_kernel<Element, 8>);
+  if (problem.value_dim <= 128) return launch(row_facts_kernel<Element, 16>);
   return launch(row_facts_kernel<Element, 32>);
 }
 

@@ -18,17 +18,17 @@ struct RowShares {
   static constexpr int kPiecesPerThread = kPieces / kThreadsPerRow;
 };
 
-// Copies one piece element by element; columns from head_dim on are zero.
+// Copies one piece of a row of `columns` element by element; what is missing of it is zero.
 template <int kColumns>
 __device__ __noinline__ void load_piece_by_element(std::uint32_t target, const std::uint16_t* source, int piece,
-                                                   int head_dim) {
+                                                   int columns) {
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     std::uint32_t value = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int column = piece * 8 + 2 * word + half;
-      if (source != nullptr && column < head_dim) value |= static_cast<std::uint32_t>(source[column]) << (16 * half);
+      if (source != nullptr && column < columns) value |= static_cast<std::uint32_t>(source[column]) << (16 * half);
     }
     store_shared(target + 4 * word, value);
   }
@@ -54,11 +54,12 @@ __device__ inline TokenRows rows_of(const TokenView& tokens, int batch, int head
 }
 
 // Starts copying kRows rows of one or two tensors, each into a tile; index_of(row) says which, less than 0: a row of
-// zeros. Columns from head_dim on are zero. Rows that are not `aligned` are read element by element, and are there when
-// this returns. `thread`: threadIdx.x, or recomputed from it.
+// zeros. `columns`: how many each tensor has; from there on the tile's are zero. Rows that are not `aligned` are read
+// element by element, and are there when this returns. `thread`: threadIdx.x, or recomputed from it.
 template <int kRows, int kColumns, int kThreads, int kTensors, typename IndexOf>
 __device__ inline void load_rows(int thread, const SharedTile<kColumns> (&tiles)[kTensors],
-                                 const TokenRows (&sources)[kTensors], IndexOf index_of, int head_dim, bool aligned) {
+                                 const TokenRows (&sources)[kTensors], IndexOf index_of, const int (&columns)[kTensors],
+                                 bool aligned) {
   using Shares = RowShares<kColumns, kThreads>;
   constexpr int kSteps = kRows / Shares::kRowsAtOnce;
   constexpr bool kWide = Shares::kPiecesPerThread >= 4;
@@ -82,7 +83,7 @@ __device__ inline void load_rows(int thread, const SharedTile<kColumns> (&tiles)
         for (int part = 0; part < Shares::kPiecesPerThread; ++part) {
           const int offset = part * Shares::kThreadsPerRow;
           copy_async_16(target + step * Shares::kRowsAtOnce * SharedTile<kColumns>::kRowBytes + offset * 16,
-                        row + offset * 8, index >= 0 && (piece + offset) * 8 < head_dim);
+                        row + offset * 8, index >= 0 && (piece + offset) * 8 < columns[tensor]);
         }
       }
     }
@@ -95,7 +96,7 @@ __device__ inline void load_rows(int thread, const SharedTile<kColumns> (&tiles)
 #pragma unroll
         for (int tensor = 0; tensor < kTensors; ++tensor) {
           load_piece_by_element<kColumns>(tiles[tensor].piece(row, at),
-                                          index < 0 ? nullptr : sources[tensor].row(index), at, head_dim);
+                                          index < 0 ? nullptr : sources[tensor].row(index), at, columns[tensor]);
         }
       }
     }
@@ -119,11 +120,11 @@ __device__ inline void transpose_quad(std::uint32_t (&words)[4]) {
   }
 }
 
-// Stores one row's piece of 8 elements, given as four packed words.
-__device__ inline void store_piece(std::uint16_t* row, int piece, const std::uint32_t (&words)[4], int head_dim,
+// Stores a piece of 8 elements, given as four packed words, of a row of `columns`.
+__device__ inline void store_piece(std::uint16_t* row, int piece, const std::uint32_t (&words)[4], int columns,
                                    bool aligned) {
   if (aligned) {
-    if (piece * 8 < head_dim) {
+    if (piece * 8 < columns) {
       *reinterpret_cast<uint4*>(row + piece * 8) = make_uint4(words[0], words[1], words[2], words[3]);
     }
     return;
@@ -131,7 +132,7 @@ __device__ inline void store_piece(std::uint16_t* row, int piece, const std::uin
 #pragma unroll
   for (int element = 0; element < 8; ++element) {
     const int column = piece * 8 + element;
-    if (column < head_dim) row[column] = static_cast<std::uint16_t>(words[element / 2] >> (16 * (element % 2)));
+    if (column < columns) row[column] = static_cast<std::uint16_t>(words[element / 2] >> (16 * (element % 2)));
   }
 }
 

@@ -25,7 +25,7 @@ __device__ inline float inverse_sum(const DecodeParams& params, int head, float2
 
 template <typename Element>
 __device__ inline void store_result(const DecodeParams& params, int batch, int head, int row, int column, float value) {
-  if (column >= params.head_dim) return;
+  if (column >= params.value_dim) return;
   auto* out = static_cast<Element*>(params.out.data) + batch * params.out.batch_stride + row * params.out.token_stride +
               head * params.out.head_stride;
   out[column] = static_cast<Element>(value);

@@ -67,7 +67,7 @@ struct DecodeParams : ForwardParams {
 // `params` with the rest filled in. `workspace`: decode_partial_bytes.
 DecodeParams decode_params(const ForwardParams& params, const IndexViews& indices, std::int32_t splits,
                            void* workspace);
-std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim);
+std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int bucket);
 
 // One unit of compilation for each element type. Enqueues the kernels of one problem.
 template <typename Element, int kHeadDim>

@@ -99,11 +99,11 @@ bool decode_applies(const AttentionProblem& problem) {
   return few_entries(views.mask) && few_entries(views.intervals.begin) && few_entries(views.intervals.end);
 }
 
-std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int head_dim) {
+std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int bucket) {
   if (splits == 1) return 0;
   Arena arena(nullptr);
   const auto parts = static_cast<std::size_t>(results * splits);
-  arena.take<float>(parts * static_cast<std::size_t>(bucket_of(head_dim)));
+  arena.take<float>(parts * static_cast<std::size_t>(bucket));
   arena.take<float2>(parts);
   return arena.used();
 }
@@ -114,7 +114,7 @@ std::size_t decode_workspace(const AttentionProblem& problem, int processors) {
       split_count({problem.batch, problem.key_heads, problem.rows, problem.group(), problem.keys,
                    views.mask.defined() || views.intervals.defined(), views.indices},
                   processors);
-  return decode_partial_bytes(problem.batch * problem.heads * problem.rows, splits, static_cast<int>(problem.head_dim));
+  return decode_partial_bytes(problem.batch * problem.heads * problem.rows, splits, bucket_of(wider_head_dim(problem)));
 }
 
 DecodeParams decode_params(const ForwardParams& params, const IndexViews& indices, std::int32_t splits,
@@ -136,7 +136,7 @@ DecodeParams decode_params(const ForwardParams& params, const IndexViews& indice
       decode.uniform && !visibility.begin.defined() && (!params.mask.defined() || params.mask.key_stride == 1);
   decode.row_tiles = static_cast<std::int32_t>(divide_up(std::int64_t{params.rows} * params.group, kDecodeRows));
   decode.splits = splits;
-  const int bucket = bucket_of(params.head_dim);
+  const int bucket = bucket_of(wider_head_dim(params));
   // Windows of equal size, so that warps get equal shares. Lanes take kLaneKeys neighbours each, or one key of
   // every 32.
   const std::int64_t unit = decode.by_bytes ? kLaneKeys : 32;
@@ -162,7 +162,7 @@ cudaError_t launch_decode(const ForwardParams& params, const IndexViews& indices
   const DecodeParams decode = decode_params(params, indices, splits, workspace);
   const auto launch = [&](auto element) {
     using Element = decltype(element);
-    return with_bucket(params.head_dim,
+    return with_bucket(wider_head_dim(params),
                        [&]<int kHeadDim>() { return launch_decode_kernels<Element, kHeadDim>(decode, stream); });
   };
   return dtype == DType::kBFloat16 ? launch(__nv_bfloat16()) : launch(__half());

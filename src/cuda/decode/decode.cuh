@@ -97,9 +97,10 @@ struct DecodeWarp {
                                 query_tile.lane_address(row_major_lane_row(lane), row_major_lane_half(lane)), depth));
   }
 
-  // Starts copying the rows of `tokens`, which begin at `base`, of a tile of listed keys. Rows without a key become
-  // zeros.
-  __device__ void load_tile(Tile target, const std::uint16_t* base, const TokenView& tokens, ListedKey keys) const {
+  // Starts copying the rows of `tokens`, which begin at `base` and have `columns`, of a tile of listed keys. Rows
+  // without a key become zeros.
+  __device__ void load_tile(Tile target, const std::uint16_t* base, const TokenView& tokens, int columns,
+                            ListedKey keys) const {
     const int own_lane = recomputed(lane);  // no register to spare for addresses
     const int lane_row = own_lane / kLanesPerRow, lane_piece = own_lane % kLanesPerRow;
 #pragma unroll
@@ -115,13 +116,13 @@ struct DecodeWarp {
 #pragma unroll
         for (int piece = 0; piece < Tile::kPieces; piece += kLanesPerRow) {
           copy_async_16(target.piece(row, piece + lane_piece), source + (piece + lane_piece) * 8,
-                        key != 0 && (piece + lane_piece) * 8 < params.head_dim);
+                        key != 0 && (piece + lane_piece) * 8 < columns);
         }
       } else {
         const std::uint16_t* source = key != 0 ? base + distance * tokens.token_stride : nullptr;
 #pragma unroll 1
         for (int piece = lane_piece; piece < Tile::kPieces; piece += kLanesPerRow) {
-          load_piece_by_element<kHeadDim>(target.piece(row, piece), source, piece, params.head_dim);
+          load_piece_by_element<kHeadDim>(target.piece(row, piece), source, piece, columns);
         }
       }
     }
@@ -219,11 +220,13 @@ struct DecodeWarp {
   template <typename List>
   __device__ void run(List& list) {
     const auto load_keys = [&](int stage, ListedKey keys) {
-      if (__shfl_sync(~0u, keys, 0) != 0) load_tile(key_tile(stage), key_base, params.key, keys);
+      const bool any = __shfl_sync(~0u, keys, 0) != 0;
+      if (any) load_tile(key_tile(stage), key_base, params.key, params.head_dim, keys);
       commit_copies();
     };
     const auto load_values = [&](int stage, ListedKey keys) {
-      if (__shfl_sync(~0u, keys, 0) != 0) load_tile(value_tile(stage), value_base, params.value, keys);
+      const bool any = __shfl_sync(~0u, keys, 0) != 0;
+      if (any) load_tile(value_tile(stage), value_base, params.value, params.value_dim, keys);
       commit_copies();
     };
     ListedKey now = list.next_tile();

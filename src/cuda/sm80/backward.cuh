@@ -347,12 +347,13 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
       if (params.wants_dvalue) add(dvalues, params.dvalue_sums, 1);
       return;
     }
-    const auto store = [&](const auto& gradient, DimTile tile, const TokenView& target, float factor) {
-      store_keys<Element, kTileKeys, kThreads>(gradient, params, block, tile, key_row(), key_dim(), target, factor);
+    const auto store = [&](const auto& gradient, DimTile tile, const TokenView& target, int columns, float factor) {
+      store_keys<Element, kTileKeys, kThreads>(gradient, params, block, tile, key_row(), key_dim(), target, columns,
+                                               factor);
     };
     __syncthreads();
-    if (params.wants_dkey) store(dkeys, keys, params.dkey, params.score.scale);
-    if (params.wants_dvalue) store(dvalues, values, params.dvalue, 1);
+    if (params.wants_dkey) store(dkeys, keys, params.dkey, params.head_dim, params.score.scale);
+    if (params.wants_dvalue) store(dvalues, values, params.dvalue, params.value_dim, 1);
   }
 
   // ---- All steps

@@ -121,8 +121,8 @@ struct BackwardMemory {
     const TokenRows sources[] = {rows_of(params.key, block.batch, block.key_head, 0),
                                  rows_of(params.value, block.batch, block.key_head, 0)};
     load_rows<kTileKeys, kHeadDim, kThreads>(
-        static_cast<int>(threadIdx.x), tiles, sources, [&](int row) { return shared.key[row]; }, params.head_dim,
-        params.aligned);
+        static_cast<int>(threadIdx.x), tiles, sources, [&](int row) { return shared.key[row]; },
+        {params.head_dim, params.value_dim}, params.aligned);
   }
 
   // Rows past the last have facts too.
@@ -142,7 +142,8 @@ struct BackwardMemory {
                                  rows_of(params.dout, block.batch, step.head, step.first_row())};
     load_rows<kTileRows, kHeadDim, kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
-        [&](int row) { return shared.row_facts[slot][row] != INFINITY ? row : -1; }, params.head_dim, params.aligned);
+        [&](int row) { return shared.row_facts[slot][row] != INFINITY ? row : -1; },
+        {params.head_dim, params.value_dim}, params.aligned);
   }
 
   __device__ void make_words(Step step, int slot) const {

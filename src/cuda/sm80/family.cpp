@@ -40,7 +40,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
 }
 
 BackwardTiles tiles_of(const AttentionProblem& problem, const Gpu& gpu) {
-  return backward_tiles(problem.head_dim, gpu.shared_limit);
+  return backward_tiles(problem, gpu.shared_limit);
 }
 
 Status arrange_backward(const BackwardProblem& problem, const Gpu& gpu, std::size_t* bytes) {

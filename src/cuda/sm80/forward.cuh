@@ -102,11 +102,11 @@ struct ForwardBlock {
     const TokenRows sources[] = {rows_of(params.query, shared.batch, shared.head, first_row)};
     load_rows<Config::kTileRows, kHeadDim, Config::kThreads>(
         thread_index(), tiles, sources, [&](int row) { return first_row + row < params.rows ? row : -1; },
-        params.head_dim, params.aligned);
+        {params.head_dim}, params.aligned);
   }
 
-  // `rows`: of keys or values. `buffer`: where a plan's tile has its facts.
-  __device__ void load_tile(Tile target, const TokenRows& rows, int tile, int buffer) const {
+  // `rows`: of keys or values, which have `columns`. `buffer`: where a plan's tile has its facts.
+  __device__ void load_tile(Tile target, const TokenRows& rows, int columns, int tile, int buffer) const {
     const Tile tiles[] = {target};
     const TokenRows sources[] = {rows};
     const int first_key = kPlanned && !needs_facts(tile) ? planned.first_key(tile) : -1;
@@ -118,7 +118,7 @@ struct ForwardBlock {
           const int key = tile * kTileKeys + row;
           return key < existing ? key : -1;
         },
-        params.head_dim, params.aligned);
+        {columns}, params.aligned);
   }
 
   // scores = queries keys^T
@@ -278,7 +278,7 @@ struct ForwardBlock {
       if (first_row + row >= params.rows) continue;
       std::uint32_t words[4];
       load_shared_16(words, queries.piece(row, piece));
-      store_piece(base + (first_row + row) * params.out.token_stride, piece, words, params.head_dim, params.aligned);
+      store_piece(base + (first_row + row) * params.out.token_stride, piece, words, params.value_dim, params.aligned);
     }
   }
 
@@ -291,14 +291,14 @@ struct ForwardBlock {
     load_queries();
     // From the last to the first, so that those with hidden keys come first.
     int tile = (limit + kTileKeys - 1) / kTileKeys - 1;
-    if (tile >= 0) load_tile(keys, shared.keys, tile, 0);
+    if (tile >= 0) load_tile(keys, shared.keys, params.head_dim, tile, 0);
     if (tile >= 0) load_key_bias(tile);
     commit_copies();
     for (; tile >= 0; --tile) {
       const TokenRows value_rows = shared.values;  // read while the block waits
       wait_copies<0>();
       __syncthreads();
-      load_tile(values, value_rows, tile, 0);
+      load_tile(values, value_rows, params.value_dim, tile, 0);
       commit_copies();
       multiply_keys();
       if (params.score.transforms) transform_scores(tile);
@@ -307,7 +307,7 @@ struct ForwardBlock {
       const TokenRows key_rows = shared.keys;
       wait_copies<0>();
       __syncthreads();
-      if (tile > 0) load_tile(keys, key_rows, tile - 1, 0);
+      if (tile > 0) load_tile(keys, key_rows, params.head_dim, tile - 1, 0);
       commit_copies();
       add_values();
       if (tile > 0) load_key_bias(tile - 1);
@@ -339,14 +339,14 @@ struct ForwardBlock {
     int tile = next_planned(&cursor), ahead = next_planned(&cursor), far_ahead = next_planned(&cursor);
     typename Tiles::InFlight flight = planned.template make_first_facts<Element>(
         params, shared.chunk, tile, ahead, far_ahead, shared.existing, shared.first_row);
-    if (tile >= 0) load_tile(keys, shared.keys, tile, 0);
+    if (tile >= 0) load_tile(keys, shared.keys, params.head_dim, tile, 0);
     commit_copies();
     for (int buffer = 0; tile >= 0; buffer ^= 1) {
       const Facts& facts = planned.facts[buffer];
       const TokenRows value_rows = shared.values;
       wait_copies<0>();
       __syncthreads();
-      load_tile(values, value_rows, tile, buffer);
+      load_tile(values, value_rows, params.value_dim, tile, buffer);
       commit_copies();
       bool sees_any = true, sees_all = true;
       if (!is_full(tile)) look_at_words(facts, &sees_any, &sees_all);
@@ -367,7 +367,7 @@ struct ForwardBlock {
       const TokenRows key_rows = shared.keys;
       wait_copies<0>();
       __syncthreads();
-      if (tile >= 0) load_tile(keys, key_rows, tile, buffer ^ 1);
+      if (tile >= 0) load_tile(keys, key_rows, params.head_dim, tile, buffer ^ 1);
       if (needs_facts(ahead & far_ahead)) {  // either of the two: the mark kDirectTile is not in both
         flight = planned.template request_facts<Element>(params, ahead, shared.existing);
         planned.request_index(params.plan, shared.chunk, far_ahead);

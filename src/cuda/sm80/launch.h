@@ -18,7 +18,7 @@ template <typename Element, int kHeadDim>
 cudaError_t launch_query_backward(const BackwardParams& params, bool planned, cudaStream_t stream);
 
 // The backward's tiles: those of GPUs with little shared memory are narrow.
-BackwardTiles backward_tiles(std::int64_t head_dim, std::size_t shared_limit);
+BackwardTiles backward_tiles(const AttentionProblem& problem, std::size_t shared_limit);
 
 // dquery from the sums that launch_backward left, which lie as its threads' registers do.
 cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,

@@ -91,7 +91,7 @@ struct QueryBackwardBlock {
         [&](int row) {
           return first_row + row < params.rows && *row_facts_of(params, shared, row) != INFINITY ? row : -1;
         },
-        params.head_dim, params.aligned);
+        {params.head_dim, params.value_dim}, params.aligned);
   }
 
   // `tile_or_buffer`: the tile, or in a plan the buffer of its facts.
@@ -107,8 +107,8 @@ struct QueryBackwardBlock {
     const int first_key = kPlanned && !needs_facts(tile) ? planned.first_key(tile) : -1;
     load_rows<kTileKeys, kHeadDim, Config::kThreads>(
         static_cast<int>(threadIdx.x), tiles, sources,
-        [&](int row) { return first_key >= 0 ? first_key + row : key_at(tile_or_buffer, row); }, params.head_dim,
-        params.aligned);
+        [&](int row) { return first_key >= 0 ? first_key + row : key_at(tile_or_buffer, row); },
+        {params.head_dim, params.value_dim}, params.aligned);
   }
 
   __device__ void multiply_keys(int stage, int first_column) {

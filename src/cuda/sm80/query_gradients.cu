@@ -68,7 +68,7 @@ cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums
 template <typename Element>
 cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
                                       cudaStream_t stream) {
-  return with_bucket(problem.head_dim, [&]<int kHeadDim>() {
+  return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
     return is_narrow(shared_limit) ? query_gradients_of<Element, kHeadDim, true>(problem, sums, stream)
                                    : query_gradients_of<Element, kHeadDim, false>(problem, sums, stream);
   });
@@ -81,8 +81,8 @@ constexpr BackwardTiles tiles_of() {
 
 }  // namespace
 
-BackwardTiles backward_tiles(std::int64_t head_dim, std::size_t shared_limit) {
-  return with_bucket(head_dim, [&]<int kHeadDim>() {
+BackwardTiles backward_tiles(const AttentionProblem& problem, std::size_t shared_limit) {
+  return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
     return is_narrow(shared_limit) ? tiles_of<kHeadDim, true>() : tiles_of<kHeadDim, false>();
   });
 }

@@ -40,14 +40,12 @@ bool has_boxes_of_bias(const AttentionProblem& problem) {
 }
 
 bool takes_forward(const AttentionProblem& problem, const Gpu& gpu) {
-  if (gpu.capability != 90 || bucket_of(problem.head_dim) < kLeastBucket || problem.keys == 0 ||
-      !has_tensor_maps(problem)) {
-    return false;
-  }
+  const int bucket = bucket_of(wider_head_dim(problem));
+  if (gpu.capability != 90 || bucket < kLeastBucket || problem.keys == 0 || !has_tensor_maps(problem)) return false;
   const bool common = problem.softcap == 0 && (is_per_key(problem.bias) || has_boxes_of_bias(problem));
-  if (!common && bucket_of(problem.head_dim) > sm90::kMostAnyHeadDim) return false;
+  if (!common && bucket > sm90::kMostAnyHeadDim) return false;
   // Keys of a plan are copied in pieces of 8 columns.
-  return !is_planned(problem) || (problem.head_dim % 8 == 0 && is_aligned(problem.key) && is_aligned(problem.value));
+  return !is_planned(problem) || (has_whole_pieces(problem) && is_aligned(problem.key) && is_aligned(problem.value));
 }
 
 struct Sm90ForwardScratch : ForwardScratch {
@@ -80,14 +78,16 @@ template <int kHeadDim, bool kPlanned, sm90::Scoring kScoring>
 CUresult make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
   using Config = sm90::ForwardConfig<kHeadDim, kHeadDim, kPlanned, kScoring>;
   constexpr int kTileKeys = kPlanned ? kPlanTileKeys : Config::kTileKeys;
-  const auto make = [&](const TokenView& tokens, std::int64_t count, std::int64_t heads, int rows, CUtensorMap* map) {
-    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, count, heads, problem.head_dim, rows, map);
+  CUresult result = sm90::make_tensor_map(problem.query, problem.dtype, problem.batch, problem.rows, problem.heads,
+                                          problem.head_dim, sm90::kConsumerRows, &maps->query);
+  if (result != CUDA_SUCCESS) return result;
+  const auto make = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
+    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
+                                 kTileKeys, map);
   };
-  CUresult result = make(problem.query, problem.rows, problem.heads, sm90::kConsumerRows, &maps->query);
+  result = make(problem.key, problem.head_dim, &maps->key);
   if (result != CUDA_SUCCESS) return result;
-  result = make(problem.key, problem.keys, problem.key_heads, kTileKeys, &maps->key);
-  if (result != CUDA_SUCCESS) return result;
-  result = make(problem.value, problem.keys, problem.key_heads, kTileKeys, &maps->value);
+  result = make(problem.value, problem.value_dim, &maps->value);
   if (result != CUDA_SUCCESS || kScoring != sm90::Scoring::kRowBiased) return result;
   const BroadcastView& bias = problem.bias;
   return sm90::make_tensor_map(as_tokens(bias), bias.dtype, bias.batches, bias.rows, bias.heads, bias.keys,
@@ -135,18 +135,18 @@ bool rounds_shares_away(const BackwardProblem& problem) {
 }
 
 bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
-  const int bucket = bucket_of(problem.head_dim);
+  const int bucket = bucket_of(wider_head_dim(problem));
   return gpu.capability == 90 && sm90::has_backward(bucket) && problem.keys > 0 && problem.softcap == 0 &&
          is_per_key(problem.bias) && is_per_key(problem.dbias) && !rounds_shares_away(problem) &&
          sm90::has_tensor_map(problem.query, problem.batch, problem.rows, problem.heads) &&
          sm90::has_tensor_map(problem.dout, problem.batch, problem.rows, problem.heads) &&
          // Rows are copied in pieces of 8 columns, too.
          is_aligned(problem.query) && is_aligned(problem.dout) && is_aligned(problem.key) &&
-         is_aligned(problem.value) && problem.head_dim % 8 == 0;
+         is_aligned(problem.value) && has_whole_pieces(problem);
 }
 
 BackwardTiles tiles_of(const BackwardProblem& problem) {
-  return with_bucket(problem.head_dim, []<int kHeadDim>() {
+  return with_bucket(wider_head_dim(problem), []<int kHeadDim>() {
     using Config = sm90::BackwardConfig<kHeadDim>;
     return BackwardTiles{.rows = Config::kTileRows, .keys = Config::kTileKeys, .stays = true};
   });
@@ -157,12 +157,12 @@ Status arrange_backward(const BackwardProblem& problem, const Gpu&, std::size_t*
 }
 
 CUresult make_maps(const BackwardProblem& problem, sm90::BackwardMaps* maps) {
-  const auto make = [&](const TokenView& tokens, CUtensorMap* map) {
-    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.rows, problem.heads, problem.head_dim,
+  const auto make = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
+    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.rows, problem.heads, columns,
                                  tiles_of(problem).rows, map);
   };
-  const CUresult result = make(problem.query, &maps->query);
-  return result != CUDA_SUCCESS ? result : make(problem.dout, &maps->dout);
+  const CUresult result = make(problem.query, problem.head_dim, &maps->query);
+  return result != CUDA_SUCCESS ? result : make(problem.dout, problem.value_dim, &maps->dout);
 }
 
 Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {

@@ -313,7 +313,7 @@ struct ForwardBlock {
 
   __device__ void produce_values(int warp, int lane) {
     WorkTaker taker(shared.ring);
-    ValueProducer<Config> producer({warp, lane, maps.value, params.head_dim, shared.values, values}, planned,
+    ValueProducer<Config> producer({warp, lane, maps.value, params.value_dim, shared.values, values}, planned,
                                    shared.keys);
     while (true) {
       const Work& work = taker.take();

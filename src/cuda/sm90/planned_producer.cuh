@@ -162,10 +162,10 @@ class StageCopier {
   static constexpr int kTileKeys = Config::kTileKeys;
   using Facts = StageFacts<kTileKeys>;
 
-  // Of keys or values. `stages`: in shared memory.
-  __device__ StageCopier(int warp, int lane, const CUtensorMap& map, int head_dim, Pipeline<kStages>& pipeline,
+  // Of keys or values, which have `columns`. `stages`: in shared memory.
+  __device__ StageCopier(int warp, int lane, const CUtensorMap& map, int columns, Pipeline<kStages>& pipeline,
                          std::uint32_t stages)
-      : pipeline_(pipeline), map_(map), head_dim_(head_dim), warp_(warp), lane_(lane), stages_(stages) {}
+      : pipeline_(pipeline), map_(map), columns_(columns), warp_(warp), lane_(lane), stages_(stages) {}
 
   // From here on of another work. `base`: of its key head; `stride`: bytes from one row to the next.
   __device__ void start(const std::uint16_t* base, std::int32_t stride) {
@@ -217,7 +217,7 @@ class StageCopier {
         // The last panel of some head dims is half empty; products do not read that.
         if (panel * 64 + piece * 8 >= kColumns) continue;
         copy_async_16(address + panel * kPanelBytes, source + panel * 64,
-                      indices[row] >= 0 && panel * 64 + piece * 8 < head_dim_);
+                      indices[row] >= 0 && panel * 64 + piece * 8 < columns_);
       }
     }
   }
@@ -226,7 +226,7 @@ class StageCopier {
   const CUtensorMap& map_;
   const std::uint16_t* base_ = nullptr;  // from the lane's piece of a row on
   std::int32_t stride_ = 0;
-  const int head_dim_, warp_, lane_;
+  const int columns_, warp_, lane_;
   const std::uint32_t stages_;
   Position<kStages> at_;
 };

@@ -47,7 +47,7 @@ __device__ inline void store_rows(const Block& block, int group, const Work& wor
       store_matrices(address_of(given_row, n + given_piece), words);
     }
     __syncwarp();
-    const int columns = params.head_dim - first * 8;
+    const int columns = params.value_dim - first * 8;
     if (params.aligned) {
       std::uint32_t pieces[16 / kRowsAtOnce][4];
 #pragma unroll

@@ -92,7 +92,7 @@ struct Expected {
 struct Case {
   Numbers numbers{};
   Problem problem;  // sizes, lengths, causal rule, intervals, mask
-  int head_dim = 0, processors = 1;
+  int head_dim = 0, value_dim = 0, processors = 1;
   double scale = 1, softcap = 0;
   bool fp32_bias = false;
   Tokens query, key, value;
@@ -150,9 +150,9 @@ struct Case {
               keep_bias(b, h, row, j);
               seen = true;
             }
-          for (int d = 0; !seen && d < head_dim; ++d) {
-            key.at(b, j, key_head, d) = value.at(b, j, key_head, d) = numbers.bits(kNaN);
-          }
+          if (seen) continue;
+          for (int d = 0; d < head_dim; ++d) key.at(b, j, key_head, d) = numbers.bits(kNaN);
+          for (int d = 0; d < value_dim; ++d) value.at(b, j, key_head, d) = numbers.bits(kNaN);
         }
   }
 
@@ -171,15 +171,15 @@ struct Case {
       scores.push_back(score);
     }
     Expected result;
-    result.out.resize(static_cast<std::size_t>(head_dim));
-    result.magnitude.resize(static_cast<std::size_t>(head_dim));
+    result.out.resize(static_cast<std::size_t>(value_dim));
+    result.magnitude.resize(static_cast<std::size_t>(value_dim));
     if (seen.empty()) return result;
     const double highest = *std::max_element(scores.begin(), scores.end());
     double sum = 0;
     for (double& score : scores) sum += score = std::exp(score - highest);
     result.lse = highest + std::log(sum);
     for (std::size_t i = 0; i < seen.size(); ++i)
-      for (int d = 0; d < head_dim; ++d) {
+      for (int d = 0; d < value_dim; ++d) {
         const double part = scores[i] / sum * value.value(b, seen[i], h / group(), d);
         result.out[static_cast<std::size_t>(d)] += part;
         result.magnitude[static_cast<std::size_t>(d)] += std::abs(part);
@@ -188,7 +188,7 @@ struct Case {
   }
 };
 
-// What the kernels leave: out (B, Sq, H, D) and lse (B, H, Sq).
+// What the kernels leave: out (B, Sq, H, Dv) and lse (B, H, Sq).
 struct Result {
   std::vector<std::uint16_t> out;
   std::vector<float> lse;
@@ -200,7 +200,7 @@ inline Result run(Case& c, bool by_graph) {
   const bool has_bias = c.bias_float.defined() || c.bias.defined();
   if (c.bias_float.defined()) c.bias_float.upload();
   if (c.bias.defined()) c.bias.upload();
-  DeviceMemory out(static_cast<std::size_t>(sizes.batch * sizes.rows * sizes.heads * c.head_dim) * 2);
+  DeviceMemory out(static_cast<std::size_t>(sizes.batch * sizes.rows * sizes.heads * c.value_dim) * 2);
   DeviceMemory lse(static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows) * sizeof(float));
   ForwardParams params;
   params.query = c.query.view, params.key = c.key.view, params.value = c.value.view;
@@ -209,18 +209,20 @@ inline Result run(Case& c, bool by_graph) {
   params.batch = static_cast<std::int32_t>(sizes.batch), params.rows = static_cast<std::int32_t>(sizes.rows);
   params.keys = static_cast<std::int32_t>(sizes.keys), params.heads = static_cast<std::int32_t>(sizes.heads);
   params.key_heads = static_cast<std::int32_t>(sizes.key_heads), params.head_dim = c.head_dim;
+  params.value_dim = c.value_dim;
   params.group = static_cast<std::int32_t>(c.group());
   params.score = score_rule_of(c.scale, c.softcap, has_bias);
-  params.out = {out.get(), sizes.rows * sizes.heads * c.head_dim, sizes.heads * c.head_dim, c.head_dim};
+  params.out = {out.get(), sizes.rows * sizes.heads * c.value_dim, sizes.heads * c.value_dim, c.value_dim};
   params.lse = static_cast<float*>(lse.get());
-  params.aligned =
-      c.head_dim % 8 == 0 && is_aligned(params.query) && is_aligned(params.key) && is_aligned(params.value);
+  params.aligned = c.head_dim % 8 == 0 && c.value_dim % 8 == 0 && is_aligned(params.query) && is_aligned(params.key) &&
+                   is_aligned(params.value);
   params.mask = c.problem.mask.view;
   params.visibility = c.problem.visibility;
 
   AttentionProblem shapes;
   shapes.batch = sizes.batch, shapes.rows = sizes.rows, shapes.keys = sizes.keys;
   shapes.heads = sizes.heads, shapes.key_heads = sizes.key_heads, shapes.head_dim = c.head_dim;
+  shapes.value_dim = c.value_dim;
   shapes.visibility.mask = params.mask, shapes.visibility.intervals.begin = params.visibility.begin;
   shapes.visibility.indices = c.lists.views;
   DeviceMemory workspace(decode_workspace(shapes, c.processors));
@@ -240,7 +242,7 @@ inline Result run(Case& c, bool by_graph) {
   }
   expect_success(cudaStreamSynchronize(stream));
   cudaStreamDestroy(stream);
-  return {to_host(static_cast<std::uint16_t*>(out.get()), sizes.batch * sizes.rows * sizes.heads * c.head_dim),
+  return {to_host(static_cast<std::uint16_t*>(out.get()), sizes.batch * sizes.rows * sizes.heads * c.value_dim),
           to_host(static_cast<float*>(lse.get()), sizes.batch * sizes.heads * sizes.rows)};
 }
 
@@ -258,8 +260,8 @@ inline void compare(Case& c, const Result& result) {
         } else {
           ASSERT_EQ(lse, expected.lse);
         }
-        for (int d = 0; d < c.head_dim; ++d) {
-          const auto index = static_cast<std::size_t>(((b * sizes.rows + row) * sizes.heads + h) * c.head_dim + d);
+        for (int d = 0; d < c.value_dim; ++d) {
+          const auto index = static_cast<std::size_t>(((b * sizes.rows + row) * sizes.heads + h) * c.value_dim + d);
           const auto at = static_cast<std::size_t>(d);
           ASSERT_NEAR(c.numbers.value(result.out[index]), expected.out[at],
                       1.1 * c.numbers.epsilon() * expected.magnitude[at] + 1e-4 * expected.magnitude[at] + 1e-7)
@@ -275,7 +277,7 @@ inline Case plain_case(Rng& rng, DType dtype, const Sizes& sizes, int head_dim, 
   c.problem.sizes = sizes;
   c.problem.visibility.rows = static_cast<std::int32_t>(sizes.rows);
   c.problem.visibility.keys = static_cast<std::int32_t>(sizes.keys);
-  c.head_dim = head_dim, c.scale = scale;
+  c.head_dim = c.value_dim = head_dim, c.scale = scale;
   c.query = Tokens(rng, c.numbers, sizes.batch, sizes.rows, sizes.heads, head_dim);
   c.key = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, head_dim);
   c.value = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, head_dim);
@@ -301,7 +303,8 @@ inline Case random_case(Rng& rng, bool with_lists) {
   sizes.keys = rng() % 4 == 0 ? uniform(rng, 1, 70) : uniform(rng, 1, 2500);
   if (rng() % 3 == 0) sizes.keys = (sizes.keys + 15) / 16 * 16;
   constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256, 8, 80, 33, 127, 1, 250};
-  c.head_dim = kHeadDims[rng() % 12];
+  c.head_dim = c.value_dim = kHeadDims[rng() % 12];
+  if (rng() % 2 == 0) c.value_dim = kHeadDims[rng() % 12];
   c.processors = rng() % 3 == 0 ? 1 : uniform(rng, 1, 132);
   c.scale = (rng() % 8 == 0 ? -1 : 1) / std::sqrt(c.head_dim);
   if (rng() % 4 == 0) c.softcap = 1.5;
@@ -346,7 +349,7 @@ inline Case random_case(Rng& rng, bool with_lists) {
   }
   c.query = Tokens(rng, c.numbers, sizes.batch, sizes.rows, sizes.heads, c.head_dim);
   c.key = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, c.head_dim);
-  c.value = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, c.head_dim);
+  c.value = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, c.value_dim);
   if (with_lists) c.take_lists(any_lists(rng, sizes));
   return c;
 }

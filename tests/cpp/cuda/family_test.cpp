@@ -14,7 +14,7 @@ BackwardProblem problem_of(std::int64_t rows, std::int64_t keys) {
   BackwardProblem problem;
   problem.dtype = DType::kBFloat16;
   problem.batch = 1, problem.rows = rows, problem.keys = keys;
-  problem.heads = problem.key_heads = 2, problem.head_dim = 64;
+  problem.heads = problem.key_heads = 2, problem.head_dim = problem.value_dim = 64;
   return problem;
 }
 
@@ -34,20 +34,23 @@ TEST(KernelFamilies, FewRowsOverManyKeysAreDecoded) {
 }
 
 // On Hopper, with tensors that the copy engine can address; the memory is only pointed to.
-BackwardProblem hopper_problem(std::int64_t head_dim) {
+BackwardProblem hopper_problem(std::int64_t head_dim, std::int64_t value_dim) {
   alignas(16) static std::uint16_t memory[1];
   BackwardProblem problem = problem_of(512, 512);
-  problem.head_dim = head_dim;
-  const TokenView tokens = {memory, 512 * 2 * head_dim, 2 * head_dim, head_dim};
-  problem.query = problem.key = problem.value = problem.out = problem.dout = tokens;
+  problem.head_dim = head_dim, problem.value_dim = value_dim;
+  const auto tokens = [&](std::int64_t columns) { return TokenView{memory, 512 * 2 * columns, 2 * columns, columns}; };
+  problem.query = problem.key = tokens(head_dim);
+  problem.value = problem.out = problem.dout = tokens(value_dim);
   return problem;
 }
+BackwardProblem hopper_problem(std::int64_t head_dim) { return hopper_problem(head_dim, head_dim); }
 
-std::string hopper_backward_name(const BackwardProblem& problem) {
+Gpu hopper() {
   Gpu gpu;
   gpu.capability = 90;
-  return backward_family(problem, gpu).name;
+  return gpu;
 }
+std::string hopper_backward_name(const BackwardProblem& problem) { return backward_family(problem, hopper()).name; }
 
 TEST(KernelFamilies, HopperHasBackwardsOfItsOwn) {
   if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
@@ -66,6 +69,20 @@ TEST(KernelFamilies, HopperHasBackwardsOfItsOwn) {
   problem = hopper_problem(128);
   problem.dout.head_stride = 0;  // an expanded gradient
   EXPECT_EQ(hopper_backward_name(problem), "sm80");
+}
+
+// The wider of the two head dims decides, and rows of both have to be whole pieces of 16 bytes.
+TEST(KernelFamilies, HopperTakesValuesOfAnotherHeadDim) {
+  if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
+  const std::int64_t pairs[][2] = {{192, 128}, {128, 192}, {64, 8}, {8, 64}, {256, 8}};
+  for (const auto& [head_dim, value_dim] : pairs) {
+    const BackwardProblem problem = hopper_problem(head_dim, value_dim);
+    EXPECT_STREQ(forward_family(problem, hopper()).name, "sm90");
+    EXPECT_EQ(hopper_backward_name(problem), "sm90");
+  }
+  EXPECT_STREQ(forward_family(hopper_problem(32, 24), hopper()).name, "sm80");
+  EXPECT_EQ(hopper_backward_name(hopper_problem(128, 60)), "sm80");
+  EXPECT_EQ(hopper_backward_name(hopper_problem(60, 128)), "sm80");
 }
 
 TEST(KernelFamilies, TheLastTakesEveryProblem) {

@@ -39,7 +39,8 @@ class Call {
     problem_.dtype = std::is_same_v<Element, __half> ? DType::kFloat16 : DType::kBFloat16;
     problem_.batch = uniform(rng, 1, 3), problem_.rows = uniform(rng, 1, 150), problem_.heads = uniform(rng, 1, 6);
     constexpr int kHeadDims[] = {1, 8, 20, 33, 64, 96, 128, 200, 256};
-    problem_.head_dim = kHeadDims[rng() % 9];
+    problem_.head_dim = kHeadDims[rng() % 9];  // does not matter
+    problem_.value_dim = kHeadDims[rng() % 9];
     constexpr int kRowTiles[] = {32, 64, 128};
     pass_.row_tile = kRowTiles[rng() % 3];
     pass_.sum_width = 32 << rng() % 4, clears_ = rng() % 2 == 0;
@@ -52,7 +53,7 @@ class Call {
 
   std::string name() const {
     return std::to_string(problem_.batch) + " x " + std::to_string(problem_.rows) + " x " +
-           std::to_string(problem_.heads) + " x " + std::to_string(problem_.head_dim) + (has_stats_ ? ", stats" : "") +
+           std::to_string(problem_.heads) + " x " + std::to_string(problem_.value_dim) + (has_stats_ ? ", stats" : "") +
            (has_dlse_ ? ", dlse" : "") + (has_sink_ ? ", sinks" : "");
   }
 
@@ -60,8 +61,8 @@ class Call {
     const auto rows = static_cast<std::size_t>(problem_.batch * problem_.heads * problem_.rows);
     const DeviceMemory out(out_), dout(dout_), lse(lse_), stats(stats_), dlse(dlse_), sinks(sinks_);
     const auto tokens = [&](const DeviceMemory& memory) {
-      const std::int64_t token = problem_.heads * problem_.head_dim;
-      return TokenView{memory.get(), problem_.rows * token, token, problem_.head_dim};
+      const std::int64_t token = problem_.heads * problem_.value_dim;
+      return TokenView{memory.get(), problem_.rows * token, token, problem_.value_dim};
     };
     problem_.out = tokens(out), problem_.dout = tokens(dout);
     problem_.lse = lse.get();
@@ -129,7 +130,7 @@ class Call {
 
   void make_rows(Rng& rng) {
     const std::int64_t count = problem_.batch * problem_.heads * problem_.rows;
-    const auto elements = static_cast<std::size_t>(count * problem_.head_dim);
+    const auto elements = static_cast<std::size_t>(count * problem_.value_dim);
     out_.assign(elements, Element(kNaN)), dout_ = out_;
     const float highest[] = {0, -3, 50, 1e3f, -1e5f, 1e5f, 3e38f, -3e38f};
     for (std::int64_t index = 0; index < count; ++index) {
@@ -143,8 +144,8 @@ class Call {
       if (rng() % 10 == 0) {  // sees no key, and may hold anything
         values.highest = values.lse = -kInfinity, values.dlse = kNaN;
       } else {
-        const std::int64_t first = ((b * problem_.rows + row) * problem_.heads + h) * problem_.head_dim;
-        for (std::int64_t column = first; column < first + problem_.head_dim; ++column) {
+        const std::int64_t first = ((b * problem_.rows + row) * problem_.heads + h) * problem_.value_dim;
+        for (std::int64_t column = first; column < first + problem_.value_dim; ++column) {
           const auto at = static_cast<std::size_t>(column);
           out_[at] = Element(normal(rng)), dout_[at] = Element(normal(rng));
           values.delta += double{static_cast<float>(out_[at])} * static_cast<float>(dout_[at]);
@@ -182,7 +183,7 @@ class Call {
       return;
     }
     const double dlse = values.dlse == 0 ? 0 : values.dlse * std::exp(growth);
-    EXPECT_NEAR(delta_fact, values.delta - dlse, 1e-4 * (problem_.head_dim + std::abs(dlse)));
+    EXPECT_NEAR(delta_fact, values.delta - dlse, 1e-4 * (problem_.value_dim + std::abs(dlse)));
     // As one number, which is what tells whether the row is large.
     const double lse_log2 = (values.lse + growth) * double{kLog2E};
     const bool is_large = std::bit_cast<std::uint32_t>(fact) == std::bit_cast<std::uint32_t>(-0.0f);
