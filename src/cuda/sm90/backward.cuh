@@ -226,7 +226,8 @@ struct BackwardBlock {
     return params.plan.keys[static_cast<std::int64_t>(block.plan_chunk) * params.plan.capacity + position];
   }
 
-  // Copies kRows rows of two tensors, 32 a warp's lane each in `index`, to panels. Eight lanes take eight rows.
+  // Copies 32 rows of two tensors, the first with columns of queries and keys, the second with those of values, to
+  // panels. `index`: which rows, one a lane. Eight lanes take eight rows.
   template <std::uint32_t kPanel>
   __device__ void gather(int lane, std::int32_t index, const TokenRows& first, const TokenRows& second,
                          std::uint32_t first_target, std::uint32_t second_target) const {
@@ -238,9 +239,10 @@ struct BackwardBlock {
 #pragma unroll
       for (int panel = 0; panel < Config::kPanels; ++panel) {
         const int column = panel * 64 + piece * 8;
-        const bool valid = source >= 0 && column < params.head_dim;
-        copy_async_16(first_target + panel * kPanel + offset, first.row(source) + column, valid);
-        copy_async_16(second_target + panel * kPanel + offset, second.row(source) + column, valid);
+        copy_async_16(first_target + panel * kPanel + offset, first.row(source) + column,
+                      source >= 0 && column < params.head_dim);
+        copy_async_16(second_target + panel * kPanel + offset, second.row(source) + column,
+                      source >= 0 && column < params.value_dim);
       }
     }
   }

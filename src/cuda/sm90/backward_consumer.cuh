@@ -50,8 +50,8 @@ struct BackwardConsumer {
       if (params.wants_dvalue) steps.add_up(dvalues, params.dvalue_sums, 1);
       return;
     }
-    if (params.wants_dkey) steps.store(dkeys, params.dkey, params.score.scale);
-    if (params.wants_dvalue) steps.store(dvalues, params.dvalue, 1);
+    if (params.wants_dkey) steps.store(dkeys, params.dkey, params.head_dim, params.score.scale);
+    if (params.wants_dvalue) steps.store(dvalues, params.dvalue, params.value_dim, 1);
   }
 
   // One consumer at a time begins a block of products: those of gradients of queries and keys and, where turns are

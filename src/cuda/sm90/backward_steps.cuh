@@ -320,7 +320,9 @@ struct BackwardSteps {
                           sums + keys.color * block.params.key_color_stride, factor);
   }
 
-  __device__ void store(const float (&gradient)[1][kDimNTiles][4], const TokenView& target, float factor) const {
+  // `columns`: of the target.
+  __device__ void store(const float (&gradient)[1][kDimNTiles][4], const TokenView& target, int columns,
+                        float factor) const {
     const BackwardParams& params = block.params;
     const KeyBlock& keys = work().block;
 #pragma unroll
@@ -337,7 +339,7 @@ struct BackwardSteps {
           words[n] = pack<Element>(pair[0] * factor, pair[1] * factor);
         }
         transpose_quad(words);
-        if (key < params.keys) store_piece(row, first + lane() % 4, words, params.head_dim, params.aligned);
+        if (key < params.keys) store_piece(row, first + lane() % 4, words, columns, params.aligned);
       }
     }
   }

@@ -62,15 +62,15 @@ struct SplitBackwardConsumer {
     if (!any && !steps.stores()) return;  // nothing to add
     const BackwardParams& params = steps.block.params;
     if constexpr (kOwnsValues) {
-      if (params.wants_dvalue) store_or_add(params.dvalue, params.dvalue_sums, 1);
+      if (params.wants_dvalue) store_or_add(params.dvalue, params.value_dim, params.dvalue_sums, 1);
     } else {
-      if (params.wants_dkey) store_or_add(params.dkey, params.dkey_sums, params.score.scale);
+      if (params.wants_dkey) store_or_add(params.dkey, params.head_dim, params.dkey_sums, params.score.scale);
     }
   }
 
-  __device__ void store_or_add(const TokenView& target, float* target_sums, float factor) const {
+  __device__ void store_or_add(const TokenView& target, int columns, float* target_sums, float factor) const {
     if (steps.stores()) {
-      steps.store(sums, target, factor);
+      steps.store(sums, target, columns, factor);
     } else {
       steps.add_up(sums, target_sums, factor);
     }
