@@ -58,7 +58,7 @@ struct Visibility {
 struct AttentionInputs {
   TensorView query;  // (B, Sq, H, D), T
   TensorView key;    // (B, Sk, Hkv, D), T
-  TensorView value;  // (B, Sk, Hkv, Dv), T; on CUDA Dv = D
+  TensorView value;  // (B, Sk, Hkv, Dv), T
   // Optional, added to the score. T or float32, the same forms as the mask.
   TensorView bias{};
   // Optional (H), T or float32, any stride: a score without a key that every row of a query head has in its softmax

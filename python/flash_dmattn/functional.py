@@ -89,7 +89,7 @@ def attention(
     and, on a GPU, packed to Sq * Sk / 8 bytes.
 
     B batch, Sq and Sk query and key length, H query heads, Hkv key heads (query head h reads key head
-    h // (H / Hkv)), D head dim of query and key, Dv of value (1 to 256 each; on a GPU Dv = D). Any strides are read as
+    h // (H / Hkv)), D head dim of query and key, Dv of value (1 to 256 each). Any strides are read as
     they are, except that query, key and value are copied once if the stride of D or Dv is not 1. Source:
     docs/semantics.md.
 

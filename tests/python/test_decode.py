@@ -45,7 +45,7 @@ def test_head_dims(dtype: torch.dtype, head_dim: int) -> None:
     check(decode_case(2, 1100, head_dim, dtype=dtype, mask=(2, 1, 1, 1100)))
 
 
-@pytest.mark.devices("cpu")
+@pytest.mark.devices("cpu", "cuda")
 @pytest.mark.parametrize(
     "head_dim, value_dim", [(1, 256), (40, 33), (64, 8), (128, 192), (192, 128), (256, 1), (256, 96)]
 )

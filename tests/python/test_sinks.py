@@ -74,7 +74,6 @@ def test_with_everything_else(dtype: torch.dtype, settings: dict, deterministic:
     check(poison_unseen(sink_case(dtype=dtype, **settings)), deterministic=deterministic)
 
 
-@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("rows", [3, 33])
 @pytest.mark.parametrize("head_dim, value_dim", [(40, 33), (1, 64), (192, 128)])
 def test_value_dims(dtype: torch.dtype, rows: int, head_dim: int, value_dim: int) -> None:

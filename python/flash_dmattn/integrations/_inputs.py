@@ -1,9 +1,6 @@
 """What all integrations do with the arguments that Transformers' attention modules pass."""
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -123,16 +120,3 @@ def cast_inputs(target_dtype: torch.dtype | None, *tensors: Tensor | None) -> tu
         return tensors
     logger.warning_once(f"Casting float32 inputs of attention to the model's {target_dtype}.")
     return tuple(None if tensor is None else tensor.to(target_dtype) for tensor in tensors)
-
-
-def equal_head_dims(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Query, key and value (..., D), on a GPU padded to one head dim where value has another, and the scale of query's
-    own."""
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if head_dim == value_dim or not query.is_cuda:
-        return query, key, value, scale
-    width = max(head_dim, value_dim)
-    padded = [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
-    return *padded, 1 / math.sqrt(head_dim) if scale is None else scale

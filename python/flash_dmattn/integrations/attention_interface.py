@@ -21,7 +21,7 @@ from .._sinks import with_sink
 from ..functional import attention
 from ..prepared import PreparedMask, prepare_mask
 from ..selection import KeyIntervals
-from ._inputs import cast_inputs, equal_head_dims, model_dtype, refuse_unknown, refuse_unsupported
+from ._inputs import cast_inputs, model_dtype, refuse_unknown, refuse_unsupported
 from ._lists import lists_of_keys, within_mask
 from ._masks import (
     check_packed,
@@ -135,8 +135,6 @@ def dmattn_attention_forward(
         )
         mask, is_causal = within_documents(documents, mask, rows), False
 
-    value_dim = value.shape[3]
-    query, key, value, scaling = equal_head_dims(query, key, value, scaling)
     query, key, value, position_bias = cast_inputs(model_dtype(module, query), query, key, value, position_bias)
     position_bias, s_aux = (_in_a_dtype_of(query, tensor) for tensor in (position_bias, s_aux))
     out = attention(
@@ -153,7 +151,7 @@ def dmattn_attention_forward(
     if sinks is not None:
         out, lse = out
         out = with_sink(out, lse, sinks[..., 0])
-    return out[..., :value_dim], None
+    return out, None
 
 
 def _in_a_dtype_of(query: Tensor, added: Tensor | None) -> Tensor | None:

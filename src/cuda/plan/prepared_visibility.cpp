@@ -70,9 +70,10 @@ Status check_problem(const AttentionProblem& problem) {
                            "must be at most " + std::to_string(kHeadDimBuckets.back()) + " in this build on CUDA",
                            "D " + std::to_string(problem.head_dim));
   }
-  if (problem.value_dim != problem.head_dim) {
-    return Status::invalid("value", "must have query's head dim on CUDA",
-                           "Dv " + std::to_string(problem.value_dim) + ", D " + std::to_string(problem.head_dim));
+  if (bucket_of(problem.value_dim) == 0) {
+    return Status::invalid(
+        "value", "must have a head dim of at most " + std::to_string(kHeadDimBuckets.back()) + " in this build on CUDA",
+        "Dv " + std::to_string(problem.value_dim));
   }
   return check_blocks(problem);
 }

@@ -19,7 +19,8 @@ from flash_dmattn import KeyIntervals, prepare_mask, select_keys
 from oracle import Case
 
 pytestmark = pytest.mark.devices("cuda")
-HEAD_DIMS = [24, 64, 96, 128, 192, 256]  # one in every bucket, the first with padding
+# Of queries and keys, and of values: one in every bucket, the first with padding; then others.
+HEAD_DIMS = [(24, 24), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (40, 72)]
 on_cpu = torch.device("cpu")
 
 
@@ -34,13 +35,15 @@ def assert_right(case: Case, mask: KeyIntervals | None = None, **options: bool) 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("row_bias", [False, True])
 @pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_attention(dtype: torch.dtype, head_dim: int, planned: bool, row_bias: bool, deterministic: bool) -> None:
+@pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
+def test_attention(
+    dtype: torch.dtype, head_dim: int, value_dim: int, planned: bool, row_bias: bool, deterministic: bool
+) -> None:
     rows, keys = 70, 133
     bias = (1, 2, rows, keys) if row_bias else (2, 1, keys)
     with on_cpu:
         options = {"seqlens_k": torch.tensor([keys, 77], dtype=torch.int32), "is_causal": True, "with_dlse": True}
-        case = make_case(2, 2, 1, rows, keys, head_dim, dtype=dtype, bias=bias, **options)
+        case = make_case(2, 2, 1, rows, keys, head_dim, value_dim=value_dim, dtype=dtype, bias=bias, **options)
         if planned:
             case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
         case = poison_unseen(case)
@@ -49,31 +52,33 @@ def test_attention(dtype: torch.dtype, head_dim: int, planned: bool, row_bias: b
 
 @pytest.mark.parametrize("largest", [None, 15000.0], ids=["usual scores", "huge scores"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_without_mask_and_bias(dtype: torch.dtype, head_dim: int, is_causal: bool, largest: float | None) -> None:
+@pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
+def test_without_mask_and_bias(
+    dtype: torch.dtype, head_dim: int, value_dim: int, is_causal: bool, largest: float | None
+) -> None:
     """Several tiles of rows and keys. Huge scores are computed again, in a safe way."""
     with on_cpu:
         lengths = torch.tensor([257, 0, 70], dtype=torch.int32)
         # Products of normal numbers reach three times their spread, which is the root of the head dim.
         scale = None if largest is None else largest / (3 * head_dim**0.5)
         options = {"seqlens_k": lengths, "is_causal": is_causal, "scale": scale}
-        case = poison_unseen(make_case(3, 2, 1, 270, 257, head_dim, dtype=dtype, **options))
+        case = poison_unseen(make_case(3, 2, 1, 270, 257, head_dim, value_dim=value_dim, dtype=dtype, **options))
     assert_right(case)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("form", ["per key", "per score", "in boxes", "in shared boxes", "float32"])
 @pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_biases(dtype: torch.dtype, head_dim: int, planned: bool, form: str, softcap: float) -> None:
+@pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
+def test_biases(dtype: torch.dtype, head_dim: int, value_dim: int, planned: bool, form: str, softcap: float) -> None:
     """Several tiles of rows and keys. A bias by row is copied in boxes where its rows begin at multiples of 16 bytes,
     and read entry by entry elsewhere."""
     rows, keys = 270, 264 if "boxes" in form else 257
     shape = {"per key": (2, 1, 1, keys), "in shared boxes": (1, 2, rows, keys)}.get(form, (2, 4, rows, keys))
     with on_cpu:
         options = {"seqlens_k": torch.tensor([keys, 140], dtype=torch.int32), "is_causal": True, "softcap": softcap}
-        bias_dtype = torch.float32 if form == "float32" else None
-        case = make_case(2, 4, 2, rows, keys, head_dim, dtype=dtype, bias=shape, bias_dtype=bias_dtype, **options)
+        options |= {"bias": shape, "bias_dtype": torch.float32 if form == "float32" else None}
+        case = make_case(2, 4, 2, rows, keys, head_dim, value_dim=value_dim, dtype=dtype, **options)
         if planned:
             case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
         case = poison_unseen(case)
@@ -82,12 +87,12 @@ def test_biases(dtype: torch.dtype, head_dim: int, planned: bool, form: str, sof
 
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("rows, keys", [(3, 600), (270, 257)])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_sinks(dtype: torch.dtype, head_dim: int, rows: int, keys: int, planned: bool) -> None:
+@pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
+def test_sinks(dtype: torch.dtype, head_dim: int, value_dim: int, rows: int, keys: int, planned: bool) -> None:
     """Few rows and many."""
     with on_cpu:
         options = {"seqlens_k": torch.tensor([keys, 140], dtype=torch.int32), "is_causal": True}
-        case = make_case(2, 4, 2, rows, keys, head_dim, dtype=dtype, with_sink=True, **options)
+        case = make_case(2, 4, 2, rows, keys, head_dim, value_dim=value_dim, dtype=dtype, with_sink=True, **options)
         if planned:
             case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
         case = poison_unseen(case)

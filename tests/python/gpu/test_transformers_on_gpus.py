@@ -11,6 +11,7 @@ import torch
 import transformers
 from doge_models import VOCABULARY, distinct_tokens, pair
 from flash_dmattn.integrations import doge
+from flash_dmattn.integrations.attention_interface import dmattn_attention_forward
 from flash_dmattn.integrations.flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from torch import Tensor, nn
 from transformers import Cache, DogeConfig, DogeForCausalLM, DogeModel, DynamicCache, StaticCache
@@ -240,6 +241,15 @@ def test_memory_of_the_original_function_is_linear(dtype: torch.dtype, mask: str
         assert all(gradient.isfinite().all() for gradient in gradients)
 
     assert peak_of(work) < 64 * MIB
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(192, 128), (64, 128)])
+def test_values_of_another_head_dim_are_not_padded(dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
+    """A forward takes the memory of its output and little else."""
+    query, key, value = (torch.randn(1, 16, 8192, dim, dtype=dtype) for dim in (head_dim, head_dim, value_dim))
+    module = nn.Module()
+    module.is_causal = True
+    assert peak_of(lambda: dmattn_attention_forward(module, query, key, value, None)) < 1.2 * value.nbytes
 
 
 def test_memory_of_doge_is_linear() -> None:
