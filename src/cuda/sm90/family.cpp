@@ -74,9 +74,23 @@ bool pairs_heads(const AttentionProblem& problem, const DevicePlan& plan) {
          pairs(problem.bias.heads, problem.bias.head_divisor);
 }
 
-template <int kHeadDim, bool kPlanned, sm90::Scoring kScoring>
+// Calls launch.operator()<Element, bucket of keys, bucket of values>().
+template <typename Launch>
+cudaError_t by_forward_type(const AttentionProblem& problem, Launch launch) {
+  return by_type(problem, [&]<typename Element, int kHeadDim>() {
+    if constexpr (kHeadDim < kLeastBucket) {
+      return cudaErrorInvalidValue;  // takes_forward declines
+    } else {
+      constexpr int kNarrow = sm90::narrow_value_bucket(kHeadDim);
+      if (problem.value_dim <= kNarrow) return launch.template operator()<Element, kHeadDim, kNarrow>();
+      return launch.template operator()<Element, kHeadDim, kHeadDim>();
+    }
+  });
+}
+
+template <int kHeadDim, int kValueDim, bool kPlanned, sm90::Scoring kScoring>
 CUresult make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
-  using Config = sm90::ForwardConfig<kHeadDim, kHeadDim, kPlanned, kScoring>;
+  using Config = sm90::ForwardConfig<kHeadDim, kValueDim, kPlanned, kScoring>;
   constexpr int kTileKeys = kPlanned ? kPlanTileKeys : Config::kTileKeys;
   CUresult result = sm90::make_tensor_map(problem.query, problem.dtype, problem.batch, problem.rows, problem.heads,
                                           problem.head_dim, sm90::kConsumerRows, &maps->query);
@@ -111,18 +125,14 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
   launches.then([&] {
-    return by_type(problem, [&]<typename Element, int kHeadDim>() {
-      if constexpr (kHeadDim >= kLeastBucket) {
-        sm90::ForwardMaps maps;
-        const CUresult made =
-            sm90::by_kernel<kHeadDim, kHeadDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
-              return make_maps<kHeadDim, kPlanned, kScoring>(problem, &maps);
-            });
-        if (made != CUDA_SUCCESS) return cudaErrorInvalidValue;
-        return sm90::launch_forward<Element, kHeadDim, kHeadDim>(params, maps, prepared.planned, stream);
-      } else {
-        return cudaErrorInvalidValue;  // takes() declines
-      }
+    return by_forward_type(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
+      sm90::ForwardMaps maps;
+      const CUresult made =
+          sm90::by_kernel<kHeadDim, kValueDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
+            return make_maps<kHeadDim, kValueDim, kPlanned, kScoring>(problem, &maps);
+          });
+      if (made != CUDA_SUCCESS) return cudaErrorInvalidValue;
+      return sm90::launch_forward<Element, kHeadDim, kValueDim>(params, maps, prepared.planned, stream);
     });
   });
   return launches.status();

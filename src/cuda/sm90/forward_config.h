@@ -21,6 +21,10 @@ enum class Scoring {
 // Wider heads leave no registers for Scoring::kAny.
 constexpr int kMostAnyHeadDim = 128;
 
+// The bucket of values up to which a bucket of head dims has kernels of their own beside those for values as wide as
+// itself: multi-head latent attention has heads of 192 and values of 128.
+constexpr int narrow_value_bucket(int head_dim_bucket) { return head_dim_bucket == 192 ? 128 : head_dim_bucket; }
+
 // One or two warp groups bring tiles of keys and values, the others compute: each owns kConsumerRows query rows.
 // Heads of keys and of values differ in some models; both are rounded up to a bucket.
 template <int kHeadDimBucket, int kValueDimBucket, bool kPlanned, Scoring kScoring>
@@ -43,17 +47,18 @@ struct ForwardConfig {
     if (kHeadDim == 64) return 128;
     constexpr bool kFew = kScoring == Scoring::kKeyBiased;
     if (kHeadDim == 96) return kFew ? 96 : 112;
-    if (kHeadDim == 192) return 112;
+    if (kHeadDim == 192) return kValueDim <= 128 ? 128 : 112;
     return kHeadDim == 256 && kFew ? 64 : 80;
   }
   static constexpr int kTileKeys = tile_keys();
-  static constexpr int kValueStages = kPlanned                             ? (kHeadDim == 64    ? 4
-                                                                              : kHeadDim == 192 ? 3
-                                                                                                : 2)
-                                      : kTileKeys < 128 && kHeadDim <= 128 ? 3
-                                                                           : 2;
+  static constexpr int kValueStages = kPlanned                              ? (kHeadDim == 64    ? 4
+                                                                               : kHeadDim == 192 ? 3
+                                                                                                 : 2)
+                                      : kTileKeys < 128 && kValueDim <= 128 ? 3
+                                                                            : 2;
   static constexpr int kBiasStages = kRowBiased || kStagesKeyBias ? kValueStages : 0;
-  static constexpr int kKeyStages = kPlanned && kHeadDim <= 128 ? kValueStages + 1 : kValueStages;
+  // In a plan values wait for what is known of their keys: a stage of keys more, where there is room.
+  static constexpr int kKeyStages = kPlanned && kValueDim <= 128 ? kValueStages + 1 : kValueStages;
   // In a plan: of what consumers know of keys. When the producer writes that of stage n, keys of stage n - 1 -
   // kKeyStages have been read, and so all that is known of the stages before n - 2 - kKeyStages; one to spare.
   static constexpr int kFactsSlots = kKeyStages + 4;

@@ -1,5 +1,5 @@
-// The sm90 forward for one element type and bucket of head dims, which keys and values share: cmake/cuda.cmake compiles
-// this file once for each.
+// The sm90 forward for one element type and pair of buckets, of keys and of values: cmake/cuda.cmake compiles this file
+// once for each.
 #include <algorithm>
 #include <climits>
 
@@ -54,7 +54,7 @@ cudaError_t launch_forward(const Sm90ForwardParams& params, const ForwardMaps& m
   });
 }
 
-template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM>(
+template cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_VALUE_DIM>(
     const Sm90ForwardParams&, const ForwardMaps&, bool, cudaStream_t);
 
 }  // namespace flash_dmattn::internal::cuda::sm90
