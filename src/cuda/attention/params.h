@@ -72,8 +72,8 @@ struct AttentionParams {
   bool bias_by_row = false;     // it has, or its gradient has, rows of its own
   std::int32_t batch = 0, rows = 0, keys = 0, heads = 0, key_heads = 0;
   std::int32_t head_dim = 0, value_dim = 0;  // D and Dv
+  ScoreRule score;                           // at a multiple of 8 bytes: kernels read some of its numbers in pairs
   std::int32_t group = 1;                    // query heads of a key head
-  ScoreRule score;
   // Every row of query, key, value (and out, dout) is whole pieces of 16 aligned bytes. Else they are read by element.
   bool aligned = false;
   std::size_t shared_limit = kWideSharedBytes;  // bytes of shared memory that a block may have
