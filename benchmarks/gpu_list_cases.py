@@ -57,7 +57,7 @@ def _packing(bench: Bench) -> Iterator[Comparison]:
 
 def _blocks(bench: Bench) -> Iterator[Comparison]:
     """A quarter of all blocks of 128 keys, shared by 64 neighbouring rows, against as many tiles of a bool mask."""
-    problem = Problem(16, 16, 128, bench.length(16384))
+    problem = Problem(32, 8, 128, bench.length(16384))
     blocks = problem.length // 128
     kept = math.ceil(blocks / 4)
 
