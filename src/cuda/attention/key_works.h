@@ -1,6 +1,6 @@
 // Lists what the blocks of a backward have to do, if they stay for many tiles of keys. A grid with a block for each
-// tile that a list may have would mostly be of blocks without any where rows are shown few keys, and each of these takes
-// a microsecond to come and go.
+// tile that a list may have would mostly be of blocks without any where rows are shown few keys, and each of these
+// takes a microsecond to come and go.
 #pragma once
 
 #include <cuda_runtime_api.h>
