@@ -254,6 +254,11 @@ def backward_of(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tenso
     return backward
 
 
+def step_of(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Work:
+    """Forward and backward."""
+    return lambda: torch.autograd.grad(forward(), leaves, dout)
+
+
 def check_equal(ours: Tensor, theirs: Tensor) -> None:
     """Raises AssertionError if the two do not compute the same: no such time is worth anything."""
     difference, norm = (ours.float() - theirs.float()).norm(), theirs.float().norm()

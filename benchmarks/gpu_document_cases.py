@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from flash_dmattn import dynamic_mask_attention, varlen_attention
-from gpu_common import DEVICE, FA4, Bench, Work, backward_of, check_equal, if_installed, normal
+from gpu_common import DEVICE, FA4, Bench, backward_of, check_equal, if_installed, normal, step_of
 from report import Comparison
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -83,15 +83,8 @@ def _selected(bench: Bench) -> Iterator[Comparison]:
     case, goals = f"{count} documents of {length}, H{heads} Hkv{key_heads} D{head_dim} w{window}", {BATCH: 1 / 1.1}
     yield from bench.compare(case, "selection + forward", ours, {BATCH: theirs}, goals=goals)
 
-    def step(forward: Callable[[], Tensor], leaves: list[Tensor]) -> Work:
-        def work() -> object:
-            out = forward()
-            return torch.autograd.grad(out, leaves, dout.view(out.shape))
-
-        return work
-
-    others = {BATCH: step(theirs, batch)}
-    yield from bench.compare(case, "forward and backward", step(ours, packed), others, goals=goals)
+    step, others = step_of(ours, packed, dout.view(1, tokens, *shapes[0][2:])), {BATCH: step_of(theirs, batch, dout)}
+    yield from bench.compare(case, "forward and backward", step, others, goals=goals)
 
 
 CASES = {"documents": documents}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from choices import POOLS, choose_keys
@@ -17,6 +18,7 @@ from gpu_common import (
     check_equal,
     compiled_flex,
     kernel_seconds,
+    step_of,
 )
 from report import Comparison
 from torch import Tensor
@@ -84,11 +86,8 @@ def _chosen(bench: Bench, choice: str, goal: float) -> Iterator[Comparison]:
     indices = choose_keys(problem.length, bench.length(2048), POOLS[choice], device=DEVICE)
 
     def step(**arguments: object) -> Work:
-        def work() -> object:
-            out = attention(problem.query, problem.key, problem.value, is_causal=True, **arguments)
-            return torch.autograd.grad(out, problem.leaves, problem.dout)
-
-        return work
+        forward = partial(attention, *problem.leaves, is_causal=True, **arguments)
+        return step_of(forward, problem.leaves, problem.dout)
 
     mask = KeyIndices(indices[None, None])
     others, goals = {DENSE: step()}, {DENSE: goal}
@@ -106,11 +105,8 @@ def _flex_step(problem: Problem, mask: Tensor) -> Work:
 
     block_mask = create_block_mask(is_visible, None, None, problem.length, problem.length, device=DEVICE, _compile=True)
 
-    def work() -> object:
-        out = flex(*problem.their_leaves, block_mask=block_mask, enable_gqa=True)
-        return torch.autograd.grad(out, problem.their_leaves, problem.their_dout)
-
-    return work
+    forward = partial(flex, *problem.their_leaves, block_mask=block_mask, enable_gqa=True)
+    return step_of(forward, problem.their_leaves, problem.their_dout)
 
 
 CASES = {"lists": lists}

@@ -231,8 +231,8 @@ def select_keys(
         ("scores", "key_mask", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k"),
         (scores, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k),
     )
-    arguments = (scores.detach(), window_size, seqlen_q, causal, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k)
-    return _call(_select_op, *arguments)
+    scores = scores.detach()
+    return _call(_select_op, scores, window_size, seqlen_q, causal, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k)
 
 
 def append_kept_keys(indices: Tensor, scores: Tensor, new_scores: Tensor, positions: Tensor) -> Tensor:

@@ -49,12 +49,15 @@ __device__ inline unsigned descending(unsigned own, unsigned* shared) {
   return own;
 }
 
-// Writes the order of the last `count` blocks to `order`. visits_of(index, lane): the tiles that block `index` of these
-// visits, `lane`'s share of them; `lanes` threads look at a block. By kMostOrderedBlocks threads.
+// Writes the order of the last `count` blocks to `order`. visits_of(index, lane, lanes): the tiles that block `index`
+// of these visits, a lane's share of them. By kMostOrderedBlocks threads, of which as many as there are look at a
+// block.
 template <typename VisitsOf>
-__device__ inline void order_last_blocks(int count, int lanes, std::int32_t* order, VisitsOf visits_of) {
+__device__ inline void order_last_blocks(int count, std::int32_t* order, VisitsOf visits_of) {
+  int lanes = 1;
+  while (lanes < 32 && 2 * lanes * count <= kMostOrderedBlocks) lanes *= 2;
   const int thread = static_cast<int>(threadIdx.x), index = thread / lanes;
-  int visits = index < count ? visits_of(index, thread % lanes) : 0;
+  int visits = index < count ? visits_of(index, thread % lanes, lanes) : 0;
   for (int distance = lanes / 2; distance > 0; distance /= 2) visits += __shfl_xor_sync(~0u, visits, distance);
   // By what they visit, then by number: no two are equal. 0 where there is none.
   __shared__ unsigned ranked[kMostOrderedBlocks];
@@ -74,11 +77,11 @@ __device__ inline void order_last_blocks(int count, int lanes, std::int32_t* ord
 // share of the tiles that a block visits.
 template <typename Block, typename Params>
 __global__ void __launch_bounds__(kMostOrderedBlocks)
-    order_blocks_kernel(const __grid_constant__ Params params, int blocks, int lanes) {
+    order_blocks_kernel(const __grid_constant__ Params params, int blocks) {
   begin_dependent_kernel();
   const int count = params.order.count;
   if (threadIdx.x == 0 && params.order.taken != nullptr) *params.order.taken = 0;
-  order_last_blocks(count, lanes, params.order.blocks, [&](int index, int lane) {
+  order_last_blocks(count, params.order.blocks, [&](int index, int lane, int lanes) {
     return Block::visits(params, static_cast<unsigned>(blocks - count + index), lane, lanes);
   });
 }
@@ -90,10 +93,8 @@ cudaError_t order_blocks(Params* params, std::int64_t blocks, std::int64_t at_on
                          bool is_dependent, cudaStream_t stream) {
   if (params->order.blocks == nullptr || blocks <= at_once || blocks > INT_MAX) return cudaSuccess;
   params->order.count = static_cast<int>(std::min<std::int64_t>({blocks, wanted, kMostOrderedBlocks}));
-  int lanes = 1;
-  while (lanes < 32 && 2 * lanes * params->order.count <= kMostOrderedBlocks) lanes *= 2;
   const LaunchShape shape = {.blocks = 1, .threads = kMostOrderedBlocks, .is_dependent = is_dependent};
-  return launch_blocks(order_blocks_kernel<Block, Params>, shape, stream, *params, static_cast<int>(blocks), lanes);
+  return launch_blocks(order_blocks_kernel<Block, Params>, shape, stream, *params, static_cast<int>(blocks));
 }
 
 // The same for blocks of keys. Many of these have none and end at once: as many as possible are looked at for some that

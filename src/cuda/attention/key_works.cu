@@ -1,7 +1,5 @@
 #include "cuda/attention/key_works.h"
 
-#include <climits>
-
 #include "cuda/attention/block_order.cuh"
 #include "cuda/attention/key_works.cuh"
 #include "cuda/attention/row_walk.cuh"
@@ -70,25 +68,13 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
   const int count = ordered_works(params, works);
   if (count == 0) return;
   __syncthreads();
-  int lanes = 1;
-  while (lanes < 32 && 2 * lanes * count <= kThreads) lanes *= 2;
-  order_last_blocks(count, lanes, list.last, [&](int index, int lane) {
-    const int work = works - count + index;
-    int entry = 0, end = entries;
-    while (end - entry > 1) {
-      const int middle = (entry + end) / 2;
-      (list.starts[middle] <= work ? entry : end) = middle;
-    }
-    const unsigned number = first_tile_of<kTileKeys>(params, entry) + static_cast<unsigned>(work - list.starts[entry]);
+  order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
+    const auto number = static_cast<unsigned>(number_of_work<kTileKeys, 1>(params, works - count + index));
     return RowWalk<kUnitRows, kTileKeys, true>::visits(params, key_block<kTileKeys, true>(params, number), lane, lanes);
   });
 }
 
 }  // namespace
-
-std::int64_t key_work_entries(std::int64_t batch, std::int64_t key_heads, std::int64_t splits, std::int64_t chunks) {
-  return batch * key_heads * splits * (1 + chunks);
-}
 
 cudaError_t list_key_works(const BackwardParams& params, int tile_keys, cudaStream_t stream) {
   const LaunchShape shape = {.blocks = 1, .threads = kThreads};

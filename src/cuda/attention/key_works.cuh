@@ -7,17 +7,19 @@
 
 #include "cuda/attention/block_order.cuh"
 #include "cuda/attention/key_block.cuh"
+#include "cuda/attention/key_works.h"
 #include "cuda/attention/params.h"
 #include "cuda/plan/device_plan.h"
 
 namespace flash_dmattn::internal::cuda {
 
 // Entries of a key head: tiles of all keys, and a list for each of the launch's chunks.
-__host__ __device__ inline int key_work_lists(const BackwardParams& params) {
+__device__ inline int key_work_lists(const BackwardParams& params) {
   return 1 + params.chunk_limit - params.first_chunk;
 }
-__host__ __device__ inline int key_work_entries(const BackwardParams& params) {
-  return params.batch * params.key_heads * params.splits * key_work_lists(params);
+__device__ inline int key_work_entries(const BackwardParams& params) {
+  return static_cast<int>(
+      key_work_entries(params.batch, params.key_heads, params.splits, params.chunk_limit - params.first_chunk));
 }
 
 // The number (key_block.cuh) of an entry's first tile.
@@ -35,23 +37,34 @@ __device__ inline int ordered_works(const BackwardParams& params, int works) {
   return params.works.last == nullptr ? 0 : min(works, kMostOrderedBlocks);
 }
 
+// The number of the tile of keys that is listed as `work`. By kLanes threads together: a warp, or one alone.
+template <int kTileKeys, int kLanes>
+__device__ inline int number_of_work(const BackwardParams& params, int work) {
+  // The last entry that begins at the work or before has it, since an entry without works begins where the next one
+  // does.
+  int entry = 0, end = key_work_entries(params);
+  while (end - entry > 1) {
+    if constexpr (kLanes == 1) {
+      const int middle = (entry + end) / 2;
+      (params.works.starts[middle] <= work ? entry : end) = middle;
+    } else {
+      const int step = (end - entry + kLanes - 1) / kLanes,
+                probe = entry + static_cast<int>(threadIdx.x % kLanes) * step;
+      const unsigned before = __ballot_sync(~0u, probe < end && params.works.starts[probe] <= work);
+      entry += (__popc(before) - 1) * step;
+      end = min(end, entry + step);
+    }
+  }
+  return static_cast<int>(first_tile_of<kTileKeys>(params, entry)) + work - params.works.starts[entry];
+}
+
 // The number of the tile of keys that comes at this place, -1 past the last one. By a warp, all lanes together.
 template <int kTileKeys>
 __device__ inline int key_work(const BackwardParams& params, int place) {
-  const int entries = key_work_entries(params), works = params.works.starts[entries];
+  const int works = params.works.starts[key_work_entries(params)];
   if (place >= works) return -1;
   const int first = works - ordered_works(params, works);
-  const int work = place < first ? place : first + params.works.last[place - first];
-  // The last entry that begins at the work or before has it, since an entry without works begins where the next one
-  // does.
-  int entry = 0, end = entries;
-  while (end - entry > 1) {
-    const int step = (end - entry + 31) / 32, probe = entry + static_cast<int>(threadIdx.x % 32) * step;
-    const unsigned before = __ballot_sync(~0u, probe < end && params.works.starts[probe] <= work);
-    entry += (__popc(before) - 1) * step;
-    end = min(end, entry + step);
-  }
-  return static_cast<int>(first_tile_of<kTileKeys>(params, entry)) + work - params.works.starts[entry];
+  return number_of_work<kTileKeys, 32>(params, place < first ? place : first + params.works.last[place - first]);
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -12,7 +12,10 @@
 namespace flash_dmattn::internal::cuda {
 
 // Entries of KeyWorks::starts, less the last one, of a launch that takes the lists of `chunks` chunks of rows.
-std::int64_t key_work_entries(std::int64_t batch, std::int64_t key_heads, std::int64_t splits, std::int64_t chunks);
+constexpr std::int64_t key_work_entries(std::int64_t batch, std::int64_t key_heads, std::int64_t splits,
+                                        std::int64_t chunks) {
+  return batch * key_heads * splits * (1 + chunks);
+}
 
 // Writes params.works, of a plan, for blocks of `tile_keys` keys, which may be 64 or 128.
 cudaError_t list_key_works(const BackwardParams& params, int tile_keys, cudaStream_t stream);
