@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/attention/params.h"
+#include "cuda/decode/stripes.h"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -59,6 +60,7 @@ struct DecodeParams : ForwardParams {
   IndexViews indices;
   bool list_by_row = false, list_by_head = false;  // whether query rows, and heads of a group, have lists of their own
   std::int32_t entry_threads = 1;                  // threads that share an entry's keys: 1, 2, 4, ... 32
+  Stripes stripes;                                 // which of all keys a split owns
   // What each split leaves, if there are several.
   float* partial_sums = nullptr;    // (B, H, Sq, splits, bucket): probabilities times values
   float2* partial_facts = nullptr;  // (B, H, Sq, splits): the highest score, the sum of probabilities

@@ -3,8 +3,8 @@
 // All heads of a group and all query rows are the rows of one product, so that keys and values are read once. A block
 // owns a part of the keys (a split) and each of its warps a share of that: it lists the keys that some row sees,
 // gathers them by cp.async into tiles of its own, two ahead, and keeps sums of its own. The warps' sums are put
-// together at the end, those of the splits by a second kernel. Where rows have lists of keys, a split is a part of the
-// keys that are listed, and what precedes the tiles is a kernel of its own (decode_lists_kernel).
+// together at the end, those of the splits by a second kernel. Where rows have lists of keys, splits are striped over
+// all keys, and what precedes the tiles is a kernel of its own (decode_lists_kernel).
 #pragma once
 
 #include "cuda/attention/fragments.cuh"
@@ -37,7 +37,7 @@ struct DecodeWarp {
   const DecodeParams& params;
   const DecodeBlock& block;
   int lane;
-  const std::uint16_t *key_base, *value_base;  // of the split's first key
+  const std::uint16_t *key_base, *value_base;  // where block.begin, from which distances of keys count, lies
   std::uint32_t tiles;                         // the warp's shared memory: keys, values, keys, values
   Tile query_tile;
   float scores[1][kNTiles][4];
@@ -49,22 +49,17 @@ struct DecodeWarp {
   __device__ DecodeWarp(const DecodeParams& params, const DecodeBlock& block, unsigned char* shared)
       : params(params), block(block), lane(static_cast<int>(threadIdx.x) % 32) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    find_first_key();
-    tiles = shared_address(shared) + static_cast<std::uint32_t>(warp * (Config::kTilesBytes / Config::kWarps));
-    query_tile.address = shared_address(shared) + static_cast<std::uint32_t>(Config::kTilesBytes);
-    clear(accumulators);
-    row_max[0] = row_max[1] = -INFINITY;
-    row_sum[0] = row_sum[1] = 0;
-  }
-
-  // Where block.begin, from which listed keys count, lies.
-  __device__ void find_first_key() {
     const auto base_of = [&](const TokenView& tokens) {
       return static_cast<const std::uint16_t*>(tokens.data) + block.batch * tokens.batch_stride +
              block.key_head * tokens.head_stride + block.begin * tokens.token_stride;
     };
     key_base = base_of(params.key);
     value_base = base_of(params.value);
+    tiles = shared_address(shared) + static_cast<std::uint32_t>(warp * (Config::kTilesBytes / Config::kWarps));
+    query_tile.address = shared_address(shared) + static_cast<std::uint32_t>(Config::kTilesBytes);
+    clear(accumulators);
+    row_max[0] = row_max[1] = -INFINITY;
+    row_sum[0] = row_sum[1] = 0;
   }
 
   __device__ Tile key_tile(int stage) const { return {tiles + stage * 2 * static_cast<int>(Config::kTileBytes)}; }
@@ -97,17 +92,16 @@ struct DecodeWarp {
                                 query_tile.lane_address(row_major_lane_row(lane), row_major_lane_half(lane)), depth));
   }
 
-  // Starts copying the rows of `tokens`, which begin at `base` and have `columns`, of a tile of listed keys. Rows
-  // without a key become zeros.
+  // Starts copying the rows of `tokens`, which begin at `base` and have `columns`, of a tile's keys, whose distances
+  // the lanes have. Rows without a key (-1) become zeros.
   __device__ void load_tile(Tile target, const std::uint16_t* base, const TokenView& tokens, int columns,
-                            ListedKey keys) const {
+                            std::int32_t distances) const {
     const int own_lane = recomputed(lane);  // no register to spare for addresses
     const int lane_row = own_lane / kLanesPerRow, lane_piece = own_lane % kLanesPerRow;
 #pragma unroll
     for (int step = 0; step < kTileKeys / kRowsAtOnce; ++step) {
       const int row = lane_row + step * kRowsAtOnce;
-      const ListedKey key = __shfl_sync(~0u, keys, row);
-      const auto distance = static_cast<std::int32_t>(key & 0xffff);
+      const std::int32_t distance = __shfl_sync(~0u, distances, row);
       if (params.aligned) {
         // Strides of aligned tokens fit: one instruction.
         const auto bytes = std::int64_t{distance} * (static_cast<std::int32_t>(tokens.token_stride) * 2);
@@ -116,10 +110,10 @@ struct DecodeWarp {
 #pragma unroll
         for (int piece = 0; piece < Tile::kPieces; piece += kLanesPerRow) {
           copy_async_16(target.piece(row, piece + lane_piece), source + (piece + lane_piece) * 8,
-                        key != 0 && (piece + lane_piece) * 8 < columns);
+                        distance >= 0 && (piece + lane_piece) * 8 < columns);
         }
       } else {
-        const std::uint16_t* source = key != 0 ? base + distance * tokens.token_stride : nullptr;
+        const std::uint16_t* source = distance >= 0 ? base + distance * tokens.token_stride : nullptr;
 #pragma unroll 1
         for (int piece = lane_piece; piece < Tile::kPieces; piece += kLanesPerRow) {
           load_piece_by_element<kHeadDim>(target.piece(row, piece), source, piece, columns);
@@ -146,8 +140,8 @@ struct DecodeWarp {
     }
   }
 
-  // The biases of the lane's scores in a tile; columns without a key get the bias of the split's first key.
-  __device__ void load_biases(float (&biases)[kNTiles][4], ListedKey keys) const {
+  // The biases of the lane's scores in a tile; columns without a key get the bias of block.begin.
+  __device__ void load_biases(float (&biases)[kNTiles][4], std::int32_t distances) const {
     const BroadcastView& bias = params.bias;
     if (!bias.defined()) return;
 #pragma unroll
@@ -159,7 +153,7 @@ struct DecodeWarp {
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const std::uint32_t distance = __shfl_sync(~0u, keys, column_of(n) + pair) & 0xffff;
+          const std::int32_t distance = max(__shfl_sync(~0u, distances, column_of(n) + pair), 0);
           biases[n][2 * i + pair] = load_bias<Element>(bias, offset + distance * bias.key_stride);
         }
     }
@@ -221,12 +215,12 @@ struct DecodeWarp {
   __device__ void run(List& list) {
     const auto load_keys = [&](int stage, ListedKey keys) {
       const bool any = __shfl_sync(~0u, keys, 0) != 0;
-      if (any) load_tile(key_tile(stage), key_base, params.key, params.head_dim, keys);
+      if (any) load_tile(key_tile(stage), key_base, params.key, params.head_dim, list.distance_of(keys));
       commit_copies();
     };
     const auto load_values = [&](int stage, ListedKey keys) {
       const bool any = __shfl_sync(~0u, keys, 0) != 0;
-      if (any) load_tile(value_tile(stage), value_base, params.value, params.value_dim, keys);
+      if (any) load_tile(value_tile(stage), value_base, params.value, params.value_dim, list.distance_of(keys));
       commit_copies();
     };
     ListedKey now = list.next_tile();
@@ -238,7 +232,7 @@ struct DecodeWarp {
     wait_copies<4>();
     __syncthreads();  // the queries are there
     float biases[kNTiles][4];
-    if (__shfl_sync(~0u, now, 0) != 0) load_biases(biases, now);
+    if (__shfl_sync(~0u, now, 0) != 0) load_biases(biases, list.distance_of(now));
 #pragma unroll 1
     for (int stage = 0; __shfl_sync(~0u, now, 0) != 0; stage ^= 1) {
       const ListedKey ahead = list.next_tile();
@@ -247,7 +241,7 @@ struct DecodeWarp {
       multiply_keys(key_tile(stage));
       if (params.score.transforms) {
         make_scores(biases);
-        load_biases(biases, next);
+        load_biases(biases, list.distance_of(next));
       }
       hide_unseen(now);
       __syncwarp();
@@ -387,14 +381,16 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig
   auto* shared = dynamic_shared<unsigned char>();
   __shared__ DecodeBlock block;
   __shared__ typename Union::State state;
-  if (threadIdx.x == 0) block = block_of(params, blockIdx.x);
+  if (threadIdx.x == 0) {
+    block = block_of(params, blockIdx.x);
+    block.begin = 0, block.end = block.existing;  // the split's keys lie anywhere
+  }
   __syncthreads();
   auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
   DecodeWarp<Element, kHeadDim> own(params, block, shared);
   own.load_queries();
   Union keys(params, block, state, shared, lists);
   while (keys.find_next()) {
-    own.find_first_key();
     typename Union::List list = keys.list_of_warp();
     own.run(list);
   }

@@ -22,8 +22,8 @@ struct DecodeBlock {
   __device__ std::int32_t head(int m) const { return key_head * group + (first + m) % group; }
 };
 
-// A listed key: its distance from the first of the split and, in the upper half, bit m for each row that sees it. 0 is
-// no key.
+// A listed key: its distance from the first of the split (in key_union.cuh, of stripes) and, in the upper half, bit m
+// for each row that sees it. 0 is no key.
 using ListedKey = std::uint32_t;
 constexpr std::uint32_t kAllRows = 0xffff;
 
@@ -141,6 +141,11 @@ class KeyList {
     const int taken = min(left_, kTileKeys);
     left_ -= taken;
     return lane_ < taken ? entries_[left_ + lane_] : 0;
+  }
+
+  // How far a key is from block.begin; -1 for no key.
+  __device__ std::int32_t distance_of(ListedKey key) const {
+    return key != 0 ? static_cast<std::int32_t>(key & 0xffff) : -1;
   }
 
  private:

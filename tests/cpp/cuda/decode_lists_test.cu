@@ -5,9 +5,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "cuda/decode/config.h"
+#include "cuda/decode/stripes.h"
 #include "decode_testing.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -30,11 +33,67 @@ Lists plain_lists(Rng& rng, const Sizes& sizes, std::array<int, 4> form, std::in
 }
 
 // With these entries.
-Lists uploaded(Lists lists) {
+Lists uploaded(Lists lists, std::int64_t block_size = 1) {
   lists.entries.upload();
   lists.views.entries = lists.entries.view;
-  lists.views.block_size = 1;
+  lists.views.block_size = block_size;
   return lists;
+}
+
+// The number of splits that a call gets, by the room that it asks for.
+std::int32_t splits_of(const Case& c) {
+  const Sizes& sizes = c.problem.sizes;
+  const std::size_t bytes = decode_workspace(shapes_of(c), c.processors);
+  std::int32_t splits = 1;
+  while (decode_partial_bytes(sizes.batch * sizes.heads * sizes.rows, splits, c.head_dim) < bytes) ++splits;
+  return splits;
+}
+
+// Every key has one owner, and a split's keys are numbered by their stripes.
+TEST(Stripes, DivideKeys) {
+  constexpr std::uint32_t kMostKeys = 0x7fffffff;
+  for (const std::int32_t splits : {1, 2, 3, 4, 5, 6, 7, 8, 33, 64, 100, 1583, 65537}) {
+    const Stripes stripes(splits);
+    for (std::uint32_t begin : {0u, 65536u - 10, 12345678u, kMostKeys - 300}) {
+      for (std::uint32_t key = begin; key < begin + 300; ++key) {
+        ASSERT_EQ(stripes.stripe_of(key), key / static_cast<std::uint32_t>(splits));
+        int owners = 0;
+        for (std::int32_t split = 0; split < splits; ++split) {
+          const std::uint32_t below = stripes.count_below(split, key);
+          ASSERT_TRUE(below == 0 || stripes.key_of(split, below - 1) < key);
+          ASSERT_GE(stripes.key_of(split, below), key);
+          const bool owns = stripes.key_of(split, stripes.stripe_of(key)) == key;
+          ASSERT_EQ(stripes.count_below(split, key + 1), below + (owns ? 1 : 0));
+          owners += owns ? 1 : 0;
+        }
+        ASSERT_EQ(owners, 1) << key << " of " << splits;
+      }
+    }
+  }
+}
+
+// Keys that are neighbours, or at regular distances, are divided about evenly.
+TEST(Stripes, DivideRegularKeysEvenly) {
+  constexpr std::int64_t kKeys = 65536, kListed = 2048;
+  for (std::int32_t splits = 2; splits <= 8; ++splits) {
+    const Stripes stripes(splits);
+    const auto most = [&](std::int64_t first, std::int64_t step) {
+      std::vector<std::int64_t> counts(static_cast<std::size_t>(splits));
+      for (std::int64_t key = first; key < std::min(first + kListed * step, kKeys); key += step) {
+        for (std::int32_t split = 0; split < splits; ++split) {
+          const auto own = static_cast<std::uint32_t>(key);
+          counts[static_cast<std::size_t>(split)] += stripes.key_of(split, stripes.stripe_of(own)) == own ? 1 : 0;
+        }
+      }
+      return *std::max_element(counts.begin(), counts.end());
+    };
+    for (const std::int64_t first : {0, 5, 40001, 65536 - 2048}) EXPECT_LE(most(first, 1), kListed / splits + 2);
+    for (std::int64_t step = 2; step <= 1024; step *= 2) {
+      const std::int64_t keys = std::min(kListed, kKeys / step);
+      EXPECT_LE(most(0, step), keys / splits * 5 / 4 + 2) << step << ", " << splits;
+      EXPECT_LE(most(0, step * splits), keys / splits * 5 / 4 + 2) << step << " stripes, " << splits;
+    }
+  }
 }
 
 // What one list names does not depend on its order, on repeats and on entries that name nothing: the bits stay.
@@ -84,6 +143,60 @@ TEST(DecodeLists, MoreKeysThanARoundFinds) {
       c.poison();
       compare(c, run(c, false));
       if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// All keys of one split, for which the others have no work: more than a round finds, and a few.
+TEST(DecodeLists, KeysOfOneSplit) {
+  for (const int by_row : {0, 1}) {
+    for (const int count : {2000, 300}) {
+      Rng rng(16);
+      const Sizes sizes = {1, 2, 1, 2, 9000};
+      Case c = plain_case(rng, DType::kBFloat16, sizes, 64, 0.125);
+      c.processors = 2;
+      c.take_lists(uploaded(plain_lists(rng, sizes, {0, 0, by_row, 1}, count)));
+      const std::int32_t splits = splits_of(c);
+      ASSERT_GT(splits, 2);
+      const Stripes stripes(splits);
+      const std::uint32_t whole = stripes.stripe_of(9000);  // stripes of which all keys exist
+      for (const std::int32_t split : {0, splits - 1}) {
+        std::uint32_t i = 0;  // lists with more entries than the split has keys name all of them, and some again
+        for (std::int32_t& entry : c.lists.entries.host) {
+          const std::uint32_t stripe = count > 1000 ? i++ % whole : static_cast<std::uint32_t>(rng()) % whole;
+          entry = static_cast<std::int32_t>(stripes.key_of(split, stripe));
+        }
+        c.take_lists(uploaded(std::move(c.lists)));
+        const Result result = run(c, false);
+        compare(c, result);
+        EXPECT_EQ(run(c, false).out, result.out);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Keys and blocks at regular distances, of which splits own some keys, many or none.
+TEST(DecodeLists, StridesAndBlocks) {
+  for (const int by_row : {0, 1}) {
+    for (const std::int64_t block_size : {1, 2, 16, 64, 128, 1000}) {
+      for (const int step : {1, 2, 6, 16}) {
+        Rng rng(17);
+        const Sizes sizes = {1, 2, 1, 2, 4100};
+        Case c = plain_case(rng, DType::kFloat16, sizes, 32, 0.2);
+        c.processors = 8;
+        const auto blocks = static_cast<int>((sizes.keys - 1) / block_size + 1);
+        Lists lists = plain_lists(rng, sizes, {0, 0, by_row, 1}, (blocks - 1) / step + 1);
+        const std::int64_t count = lists.entries.view.keys;
+        for (std::size_t i = 0; i < lists.entries.host.size(); ++i) {
+          lists.entries.host[i] = static_cast<std::int32_t>(static_cast<std::int64_t>(i) % count * step);
+        }
+        c.take_lists(uploaded(std::move(lists), block_size));
+        c.poison();
+        SCOPED_TRACE("block size " + std::to_string(block_size) + " step " + std::to_string(step));
+        compare(c, run(c, false));
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }

@@ -188,6 +188,18 @@ struct Case {
   }
 };
 
+// What decides about the number of splits.
+inline AttentionProblem shapes_of(const Case& c) {
+  const Sizes& sizes = c.problem.sizes;
+  AttentionProblem shapes;
+  shapes.batch = sizes.batch, shapes.rows = sizes.rows, shapes.keys = sizes.keys;
+  shapes.heads = sizes.heads, shapes.key_heads = sizes.key_heads, shapes.head_dim = c.head_dim;
+  shapes.value_dim = c.value_dim;
+  shapes.visibility.mask = c.problem.mask.view, shapes.visibility.intervals.begin = c.problem.visibility.begin;
+  shapes.visibility.indices = c.lists.views;
+  return shapes;
+}
+
 // What the kernels leave: out (B, Sq, H, Dv) and lse (B, H, Sq).
 struct Result {
   std::vector<std::uint16_t> out;
@@ -219,13 +231,7 @@ inline Result run(Case& c, bool by_graph) {
   params.mask = c.problem.mask.view;
   params.visibility = c.problem.visibility;
 
-  AttentionProblem shapes;
-  shapes.batch = sizes.batch, shapes.rows = sizes.rows, shapes.keys = sizes.keys;
-  shapes.heads = sizes.heads, shapes.key_heads = sizes.key_heads, shapes.head_dim = c.head_dim;
-  shapes.value_dim = c.value_dim;
-  shapes.visibility.mask = params.mask, shapes.visibility.intervals.begin = params.visibility.begin;
-  shapes.visibility.indices = c.lists.views;
-  DeviceMemory workspace(decode_workspace(shapes, c.processors));
+  DeviceMemory workspace(decode_workspace(shapes_of(c), c.processors));
   cudaStream_t stream;
   expect_success(cudaStreamCreate(&stream));
   if (by_graph) expect_success(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
