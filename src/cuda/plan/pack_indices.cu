@@ -31,28 +31,43 @@ struct ListShape {
   std::uint32_t* units;                 // (batches, heads, chunks, keys), zeros
 };
 
-// Sets bit `bit` of the strip's keys [first_key, first_key + keys) that the row lists. By all lanes of a warp.
-__device__ inline void set_listed_bits(const RowList& list, std::int64_t block_size, std::int32_t first_key,
-                                       std::int32_t keys, std::uint32_t bit, std::uint32_t* strip_words) {
-  const int lane = threadIdx.x % 32;
-  if (block_size == 1) {
-    for (std::int64_t i = lane; i < list.count; i += 32) {
-      // Unsigned, keys before the strip and negative ones are beyond all others.
-      const std::uint32_t key =
-          static_cast<std::uint32_t>(__ldg(list.entries + i * list.stride)) - static_cast<std::uint32_t>(first_key);
-      if (key < static_cast<std::uint32_t>(keys)) atomicOr(strip_words + key, bit);
+// visit(entry) for all entries of a list, and for some that are -1. By all lanes of a warp. A few of a lane are read at
+// the same time: one at a time, a processor would wait for memory.
+template <typename Visit>
+__device__ inline void for_each_entry(const RowList& list, Visit visit) {
+  constexpr int kBatch = 8;
+  for (std::int64_t first = threadIdx.x % 32; first < list.count; first += 32 * kBatch) {
+    std::int32_t entries[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const std::int64_t place = first + 32 * i;
+      entries[i] = place < list.count ? __ldg(list.entries + place * list.stride) : -1;
     }
-    return;
-  }
-  for (std::int64_t i = lane; i < list.count; i += 32) {
-    // A negative entry ends with key 0 or before it.
-    const std::int64_t begin = __ldg(list.entries + i * list.stride) * block_size - first_key;
-    const std::int64_t end = min(begin + block_size, std::int64_t{keys});
-    for (std::int64_t key = max(begin, std::int64_t{0}); key < end; ++key) atomicOr(strip_words + key, bit);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) visit(entries[i]);
   }
 }
 
-__global__ __launch_bounds__(kPackThreads) void pack_indices_kernel(const __grid_constant__ ListShape shape) {
+// Sets bit `bit` of the strip's keys [first_key, first_key + keys) that the row lists. By all lanes of a warp.
+__device__ inline void set_listed_bits(const RowList& list, std::int64_t block_size, std::int32_t first_key,
+                                       std::int32_t keys, std::uint32_t bit, std::uint32_t* strip_words) {
+  if (block_size == 1) {
+    for_each_entry(list, [&](std::int32_t entry) {
+      // Unsigned, keys before the strip and negative ones are beyond all others.
+      const std::uint32_t key = static_cast<std::uint32_t>(entry) - static_cast<std::uint32_t>(first_key);
+      if (key < static_cast<std::uint32_t>(keys)) atomicOr(strip_words + key, bit);
+    });
+    return;
+  }
+  for_each_entry(list, [&](std::int32_t entry) {
+    // A negative entry ends with key 0 or before it.
+    const std::int64_t begin = entry * block_size - first_key;
+    const std::int64_t end = min(begin + block_size, std::int64_t{keys});
+    for (std::int64_t key = max(begin, std::int64_t{0}); key < end; ++key) atomicOr(strip_words + key, bit);
+  });
+}
+
+__global__ __launch_bounds__(kPackThreads, 3) void pack_indices_kernel(const __grid_constant__ ListShape shape) {
   std::uint32_t* words = dynamic_shared<std::uint32_t>();  // (kUnitWords, kStripKeys)
   begin_dependent_kernel();
   const std::uint32_t unit = blockIdx.x / shape.strips % kChunkUnits;
