@@ -1,0 +1,230 @@
+// What a consumer of the sm90 forward knows of the tiles of keys that it walks over, and how the products of a tile's
+// keys and its queries become scores: the scale, the softcap, a bias, and what its rows do not see.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/fragments.cuh"
+#include "cuda/attention/hide.cuh"
+#include "cuda/attention/params.h"
+#include "cuda/attention/scores.cuh"
+#include "cuda/plan/visibility.cuh"
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/sm90/forward_config.h"
+#include "cuda/sm90/offsets.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/work_queue.cuh"
+
+namespace flash_dmattn::internal::cuda::sm90 {
+
+template <typename Block>
+struct ForwardScores {
+  using Config = typename Block::Config;
+  using Element = typename Block::Element;
+  using Facts = typename Block::Facts;
+  static constexpr bool kPlanned = Block::kPlanned;
+  static constexpr int kTileKeys = Config::kTileKeys, kKeyNTiles = kTileKeys / 8;
+
+  Block& block;
+  int group;  // number of the consumer
+  WorkTaker taker;
+  Position<Config::kKeyStages> key_at;
+  Position<Config::kValueStages> value_at;
+  Position<Config::kBiasStages == 0 ? 1 : Config::kBiasStages> bias_at;
+  float scores[1][kKeyNTiles][4];
+  // The walk over tiles. Dense: the tile, from the last to the first, how many the consumer's rows see, and how many
+  // all of them see in full. In a plan: the slot of the stage's facts, and its marks.
+  int tile, seen_tiles, full_tiles, slot;
+  std::uint32_t marks;
+
+  __device__ explicit ForwardScores(Block& block)
+      : block(block),
+        taker(block.shared.ring),
+        group(static_cast<int>(__reduce_max_sync(~0u, threadIdx.x / kWarpGroup)) - Config::kProducers),
+        slot(0) {}
+
+  __device__ Work& work() const { return block.shared.ring.works[taker.slot()]; }
+
+  // Of the problem, and of a tile of keys (fragments.cuh).
+  __device__ static int thread() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return kPlanned && Config::kValueDim > 192 ? recomputed(thread) : thread;  // all registers are taken
+  }
+  __device__ int warp_row() const { return thread() / 32 % 4 * 16; }
+  __device__ int row_of(int i) const {
+    return block.first_row_of(work(), group) + warp_row() + thread() % 32 / 4 + 8 * i;
+  }
+  __device__ int column_of(int n) const { return 8 * n + 2 * (thread() % 4); }
+
+  // One arrival for the warp group, whose products end together. At the keys of a plan one for each warp: it also says
+  // that the warp has read the facts of the stage before. Facts, and biases, are read by the threads themselves, and of
+  // what other threads have written, as opposed to the copy engine, each of them hands back its part: of a lane that
+  // did so for its warp, compute-sanitizer would not know that the others have read. (Where consumers take turns and
+  // look whether rows are calm, it finds an order in these barriers.)
+  static constexpr bool kOrdersWarps = Config::kTakesTurns && Config::kHasCalmLoop;
+  static constexpr int kKeyReleases = !kPlanned ? 1 : kOrdersWarps ? 4 : kWarpGroup;
+  static constexpr int kBiasReleases = Config::kRowBiased ? 4 : kWarpGroup;
+  template <int kStages>
+  __device__ void release(Pipeline<kStages>& pipeline, Position<kStages>& at, int releases = 1) {
+    if (releases != 1) __syncwarp();
+    if (static_cast<int>(threadIdx.x) % (kWarpGroup / releases) == 0) arrive(shared_address(&pipeline.empty[at.stage]));
+    at.advance();
+  }
+
+  template <int kStages>
+  __device__ void wait_full(Pipeline<kStages>& pipeline, const Position<kStages>& at) const {
+    wait(shared_address(&pipeline.full[at.stage]), at.parity);
+    if constexpr (kPlanned) fence_async_proxy();  // gathered keys were not copied by the products' proxy
+  }
+
+  __device__ const Facts& facts() const { return block.planned.facts[slot]; }
+
+  // What one lane of the warp, the one that hands stages and works back, has read, for all. By a reduction, so that the
+  // compiler knows it to be the same in all lanes (see begin). If every lane read for itself, only the order of a
+  // warp's instructions would keep these reads before what is written next, which compute-sanitizer cannot see.
+  template <typename Read>
+  __device__ std::uint32_t read_for_warp(Read read) const {
+    return __reduce_or_sync(~0u, thread() % 32 == 0 ? read() : 0);
+  }
+
+  // The stage's marks.
+  __device__ void look() {
+    if constexpr (kPlanned) marks = read_for_warp([&] { return facts().marks; });
+  }
+
+  // Whether there is a first tile, and then a next one.
+  __device__ bool first_tile(int tiles) {
+    tile = tiles - 1;
+    return kPlanned || tile >= 0;
+  }
+  __device__ bool is_last_tile() const { return kPlanned ? (marks & Facts::kLast) != 0 : tile == 0; }
+  __device__ bool next_tile() {
+    if constexpr (kPlanned) {
+      slot = slot + 1 == Config::kFactsSlots ? 0 : slot + 1;
+      return !is_last_tile();
+    } else {
+      return --tile >= 0;
+    }
+  }
+
+  // Hides what the rows do not see.
+  __device__ void hide() {
+    if constexpr (kPlanned) {
+      hide_listed<0>();
+      if constexpr (kTileKeys == 2 * kPlanTileKeys) hide_listed<1>();
+    } else {
+      hide_dense();
+    }
+  }
+
+  // Of the stage's tile kTile of the plan.
+  template <int kTile>
+  __device__ void hide_listed() {
+    const int unit = block.params.pairs_heads ? 0 : group, row = 64 * unit + warp_row();
+    if ((marks & Facts::full_mark(kTile, unit)) != 0) return;
+    hide_part_by_words<kTile * kPlanTileKeys / 8, kPlanTileKeys / 8>(
+        scores, facts().words[row / kWordRows], row % kWordRows, [&](int n) { return column_of(n); }, -INFINITY);
+  }
+
+  // By causal rule and length.
+  __device__ void hide_dense() {
+    if (tile < full_tiles) return;
+    hide_past_limits(
+        scores,
+        [&](int i) { return causal_limit(block.params.visibility, work().existing, row_of(i)) - tile * kTileKeys; },
+        [&](int n) { return column_of(n); }, -INFINITY);
+  }
+
+  // Makes scores of products.
+  __device__ void make_scores() {
+    constexpr Scoring kScoring = Block::kScoring;
+    const float scale = block.params.score.outer_scale;
+    if constexpr (kScoring == Scoring::kRowBiased) {
+      add_row_bias();
+    } else if constexpr (kScoring == Scoring::kKeyBiased) {
+      add_staged_key_bias();
+    } else if constexpr (kScoring == Scoring::kAny) {
+      make_any_scores();
+    } else if constexpr (kScoring == Scoring::kScaled) {
+      if (kPlanned && block.params.bias.defined()) {
+        add_key_bias(scale, scores, [&](int n) { return bias_fact(n); });
+      } else {
+        scale_by(scale, scores);
+      }
+    }
+  }
+
+  __device__ void make_any_scores() {
+    const ScoreRule& rule = block.params.score;
+    const BroadcastView& bias = block.params.bias;
+    if (bias.rows > 1) {
+      scale_products(rule, scores);
+      cuda::add_row_bias<Element>(
+          bias, offset_of(bias, work().batch, block.head_of(work(), group)), block.params.rows, scores,
+          [&](int i) { return row_of(i); },
+          [&](int n, int pair) {
+            const int column = column_of(n) + pair;
+            if constexpr (kPlanned) return facts().key[column];
+            const int key = tile * kTileKeys + column;
+            return key < work().existing ? key : -1;
+          });
+      return;
+    }
+    cap_products(rule, scores);
+    if (!bias.defined()) return scale_by(rule.outer_scale, scores);
+    if constexpr (kPlanned) {
+      add_key_bias(rule.outer_scale, scores, [&](int n) { return bias_fact(n); });
+    } else {
+      add_staged_key_bias();
+    }
+  }
+
+  // The bias of a column's key and of the next one's.
+  __device__ float2 bias_fact(int n) const { return *reinterpret_cast<const float2*>(facts().bias + column_of(n)); }
+
+  __device__ std::uint32_t bias_stage() const {
+    return block.biases + bias_at.stage * static_cast<std::uint32_t>(Config::kBiasBytes);
+  }
+  __device__ void wait_for_bias() const {
+    wait(shared_address(&block.shared.biases.full[bias_at.stage]), bias_at.parity);
+  }
+  __device__ void release_bias() {
+    if constexpr (kBiasReleases != kWarpGroup) __syncwarp();
+    if (threadIdx.x % (kWarpGroup / kBiasReleases) == 0) {
+      arrive(shared_address(&block.shared.biases.empty[bias_at.stage]));
+    }
+    bias_at.advance();
+  }
+
+  __device__ void add_staged_key_bias() {
+    wait_for_bias();
+    const std::uint32_t own = bias_stage() + 4 * column_of(0);
+    add_key_bias(block.params.score.outer_scale, scores, [&](int n) { return load_shared_float2(own + 32 * n); });
+    release_bias();
+  }
+
+  // With the roundings of scale_products and of add_row_bias (scores.cuh).
+  __device__ void add_row_bias() {
+    const float scale = block.params.score.scale;
+    wait_for_bias();
+    const int lane = thread() % 32;
+    const std::uint32_t own = bias_stage() + (kConsumerRows * group + warp_row() + lane / 4) * 128 + lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int n = 0; n < kKeyNTiles; ++n) {
+        // Pieces of eight columns are swizzled by the row, whose number modulo 8 is lane / 4.
+        const std::uint32_t pair =
+            load_shared(own + n / 8 * Block::kQueryPanel + i * 8 * 128 + ((n % 8) ^ (lane / 4)) * 16);
+        const float2 bias = unpack<Element>(pair);
+        float* score = pair_at(scores, i, n);
+        score[0] = __fadd_rn(__fmul_rn(score[0], scale), bias.x);
+        score[1] = __fadd_rn(__fmul_rn(score[1], scale), bias.y);
+      }
+    release_bias();
+  }
+};
+
+}  // namespace flash_dmattn::internal::cuda::sm90
