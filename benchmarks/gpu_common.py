@@ -282,17 +282,22 @@ def if_installed(name: str, work: Work | None) -> dict[str, Work]:
     return {} if work is None else {name: work}
 
 
-def fa4_forward(problem: Problem, **arguments: object) -> Callable[[], Tensor] | None:
+def fa4_call(function: str, *tensors: Tensor, **arguments: object) -> Callable[[], Tensor] | None:
+    """A call of FA4's `function` without what it returns beside the output; None if it is not installed."""
     try:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn import cute
     except ImportError:
         return None
 
     def forward() -> Tensor:
-        out = flash_attn_func(problem.query, problem.key, problem.value, **arguments)
+        out = getattr(cute, function)(*tensors, **arguments)
         return out[0] if isinstance(out, tuple) else out
 
     return forward
+
+
+def fa4_forward(problem: Problem, **arguments: object) -> Callable[[], Tensor] | None:
+    return fa4_call("flash_attn_func", problem.query, problem.key, problem.value, **arguments)
 
 
 def fa4_tiles(problem: Problem, kept: Tensor) -> Callable[[], Tensor] | None:

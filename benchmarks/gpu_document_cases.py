@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from flash_dmattn import dynamic_mask_attention, varlen_attention
-from gpu_common import DEVICE, FA4, Bench, backward_of, check_equal, if_installed, normal, step_of
+from gpu_common import DEVICE, FA4, Bench, backward_of, check_equal, fa4_call, if_installed, normal, step_of
 from report import Comparison
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -38,7 +38,16 @@ def _causal(bench: Bench, tokens: int, length: int, goal: float) -> Iterator[Com
         return varlen_attn(*leaves, bounds, bounds, length, length, window_size=(-1, 0))
 
     check_equal(ours(), theirs())
-    forwards = {TORCH: theirs} | if_installed(FA4, _fa4(leaves, bounds, length))
+    fa4 = fa4_call(
+        "flash_attn_varlen_func",
+        *leaves,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        max_seqlen_q=length,
+        max_seqlen_k=length,
+        causal=True,
+    )
+    forwards = {TORCH: theirs} | if_installed(FA4, fa4)
     backwards = {name: backward_of(forward, leaves, dout) for name, forward in forwards.items()}
     case = f"documents of {length}, {tokens} tokens, H{heads} D{head_dim}"
     teraflop = 2 * tokens * length * heads * head_dim / 1e12
@@ -46,21 +55,6 @@ def _causal(bench: Bench, tokens: int, length: int, goal: float) -> Iterator[Com
     yield from bench.compare(case, "forward", ours, forwards, unit="TFLOPS", amount=teraflop, goals=goals)
     backward = backward_of(ours, leaves, dout)
     yield from bench.compare(case, "backward", backward, backwards, unit="TFLOPS", amount=2.5 * teraflop, goals=goals)
-
-
-def _fa4(leaves: list[Tensor], bounds: Tensor, length: int) -> Callable[[], Tensor] | None:
-    try:
-        from flash_attn.cute import flash_attn_varlen_func
-    except ImportError:
-        return None
-
-    def forward() -> Tensor:
-        out = flash_attn_varlen_func(
-            *leaves, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=length, max_seqlen_k=length, causal=True
-        )
-        return out[0] if isinstance(out, tuple) else out
-
-    return forward
 
 
 def _selected(bench: Bench) -> Iterator[Comparison]:
