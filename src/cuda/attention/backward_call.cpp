@@ -18,6 +18,8 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.row_stats = problem.sink.defined() ? scratch.row_stats : static_cast<const RowStats*>(problem.row_stats);
   params.row_tile = scratch.tiles.rows;
   params.dquery_sums = scratch.dquery_sums;
+  params.dquery_colors = scratch.dquery_colors;
+  params.turns = scratch.turns;
   params.dquery = problem.dquery;
   params.dkey = problem.dkey;
   params.dvalue = problem.dvalue;
@@ -56,24 +58,15 @@ cudaError_t clear_key_sums(const BackwardProblem& problem, const BackwardScratch
   return error != cudaSuccess ? error : clear(scratch.dvalue_sums, scratch.key_bytes, stream);
 }
 
-bool lists_works(const BackwardScratch& scratch, const BackwardKernels& kernels) {
-  return scratch.prepared.planned && kernels.list_works != nullptr;
-}
-
 // Blocks that own keys: their gradients, and in one go those of queries and bias.
 void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
                        BackwardParams params, Launches* launches) {
-  // In a deterministic backward some are left to launch_query_backward.
+  // In a deterministic backward without turns some are left to launch_query_backward.
   if (scratch.deterministic && params.bias_by_row) params.dbias_sums = nullptr;
   const bool wanted =
       params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
   if (problem.keys == 0 || !wanted) return;
-  const auto launch = [&] {
-    if (scratch.deterministic && lists_works(scratch, kernels)) {
-      launches->then([&] { return kernels.list_works(params); });
-    }
-    launches->then([&] { return kernels.launch(params, scratch.prepared.planned); });
-  };
+  const auto launch = [&] { launches->then([&] { return kernels.launch(params, scratch.prepared.planned); }); };
   if (scratch.colors == 1) return launch();
   params.takes_ranges = false;
   for (std::int32_t first = 0; first < scratch.prepared.plan.chunk_count; first += scratch.launch_chunks) {
@@ -92,7 +85,8 @@ void launch_results(const BackwardProblem& problem, const BackwardScratch& scrat
   if (scratch.dquery_sums != nullptr) {
     launches->then([&] { return kernels.launch_query_gradients(params); });
   }
-  if (scratch.deterministic && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
+  const bool has_query_pass = scratch.deterministic && !scratch.takes_turns();
+  if (has_query_pass && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
     launches->then([&] { return kernels.launch_query_backward(params, scratch.prepared.planned); });
   }
   launches->then([&] {
@@ -131,15 +125,16 @@ Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const Backwa
   scratch.prepared.write(problem, &launches, stream);
   const BackwardParams params = backward_params(problem, gpu, scratch);
   log_call(kernels.family, kernels.variant, "backward", problem, plan_kind(scratch.prepared));
-  // A deterministic backward has several launches, and lists the works of each.
-  const bool lists = !scratch.deterministic && lists_works(scratch, kernels);
+  const bool lists = scratch.prepared.planned && kernels.list_works != nullptr;
   launches.then([&] { return clear(scratch.counters, sizeof(BackwardCounters), stream); })
+      .then([&] { return clear(scratch.turns.queries, scratch.turns_bytes, stream); })
       .then([&] { return lists ? kernels.list_works(params) : cudaSuccess; })
       .then([&] {
         const RowPass pass = {.row_tile = scratch.tiles.rows,
                               .facts = scratch.row_facts,
                               .flags = &scratch.counters->row_flags,
                               .query_sums = scratch.dquery_sums,
+                              .query_sum_colors = scratch.dquery_colors,
                               .sum_width = bucket_of(wider_head_dim(problem)),
                               .follows_listing = lists,
                               .natural = params.score.natural,

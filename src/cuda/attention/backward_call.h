@@ -24,8 +24,9 @@ struct BackwardKernels {
   std::function<cudaError_t(const BackwardParams&)> list_works = nullptr;
   // dquery from the sums that it left, which lie as its threads' registers do.
   std::function<cudaError_t(const BackwardParams&)> launch_query_gradients;
-  // dquery, and the sums of a bias gradient with rows, in one order: for a deterministic backward.
-  std::function<cudaError_t(const BackwardParams&, bool planned)> launch_query_backward;
+  // dquery, and the sums of a bias gradient with rows, in one order: for a deterministic backward. Null: blocks stay,
+  // and wait for their turn to add (SumTurns).
+  std::function<cudaError_t(const BackwardParams&, bool planned)> launch_query_backward = nullptr;
 };
 
 // As in KernelFamily.

@@ -22,15 +22,16 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   prepared.arrange(problem, arena);
   const auto bucket = static_cast<std::size_t>(bucket_of(wider_head_dim(problem)));
   deterministic = problem.deterministic;
-  const std::int64_t padded_rows = (problem.rows + tiles.rows - 1) / tiles.rows * tiles.rows;
-  const auto row_count = static_cast<std::size_t>(problem.batch * problem.heads * padded_rows);
+  const std::int64_t row_tiles = problem.batch * problem.heads * ((problem.rows + tiles.rows - 1) / tiles.rows);
+  const auto row_count = static_cast<std::size_t>(row_tiles * tiles.rows);
   row_facts = arena->take<RowFacts>(2 * row_count);
   const auto own_rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.rows);
   if (problem.sink.defined() && problem.row_stats != nullptr) row_stats = arena->take<RowStats>(own_rows);
   if (problem.dsink.defined()) sink_parts = arena->take<float>(own_rows);
   counters = arena->take<BackwardCounters>(1);
-  if (problem.dquery.defined() && !deterministic) {
-    dquery_sums = arena->take_aligned<float>(row_count * bucket, kLineBytes);
+  if (takes_turns()) arrange_turns(problem, row_tiles, arena);
+  if (problem.dquery.defined() && (!deterministic || takes_turns())) {
+    dquery_sums = arena->take_aligned<float>(static_cast<std::size_t>(dquery_colors) * row_count * bucket, kLineBytes);
   }
   arrange_order(problem, arena);
   key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
@@ -44,6 +45,30 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   if (problem.dbias.defined()) arrange_bias(problem, arena);
 }
 
+void BackwardScratch::arrange_turns(const BackwardProblem& problem, std::int64_t row_tiles, Arena* arena) {
+  turns.tracks = static_cast<std::int32_t>(std::min<std::int64_t>(problem.batch * problem.key_heads, kMostKeyTracks));
+  // A tile of 128 keys follows the one before it at a distance of about two steps, one of 64, for wide heads, of three.
+  // Where works have few of these, more tiles of a list would be under way at the same time than can be: they add to
+  // several sums by turns. To as many as on a large GPU on all, and whatever is known of masks, so that results are the
+  // same.
+  if (prepared.planned) {
+    constexpr std::int64_t kProcessors = 132, kMostColors = 4;
+    const std::int64_t distance = tiles.keys < 128 ? 3 : 2;
+    const std::int64_t rows = std::min<std::int64_t>(problem.rows, kChunkRows);
+    const std::int64_t steps = std::max<std::int64_t>(1, problem.group() * rows / tiles.rows);
+    const std::int64_t at_once = kProcessors / turns.tracks;  // of a key head
+    dquery_colors =
+        static_cast<std::int32_t>(std::clamp<std::int64_t>((distance * at_once + steps - 1) / steps, 1, kMostColors));
+  }
+  const std::int64_t numbers =
+      dquery_colors * row_tiles + problem.batch * problem.key_heads + problem.batch * problem.heads;
+  turns_bytes = static_cast<std::size_t>(numbers) * sizeof(std::int32_t);
+  turns.queries = arena->take<std::int32_t>(static_cast<std::size_t>(numbers));
+  if (turns.queries == nullptr) return;  // the arena measures
+  turns.keys = turns.queries + dquery_colors * row_tiles;
+  turns.bias = turns.keys + problem.batch * problem.key_heads;
+}
+
 void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena) {
   const std::int64_t group = problem.group();
   const std::int64_t key_blocks = (problem.keys + tiles.keys - 1) / tiles.keys * problem.batch * problem.key_heads;
@@ -52,7 +77,8 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
   const std::int64_t few_blocks = prepared.planned ? 256 : 128;
   // Ordering takes 5 to 10 us, a tenth or more of all the rest where a bool mask shows a few keys a row.
   const bool orders = prepared.visibility.begin.defined() || key_blocks >= few_blocks;
-  order = take_order(prepared.planned && orders, arena);
+  // Works that wait for turns come as they are numbered.
+  order = take_order(prepared.planned && orders && !takes_turns(), arena);
   const bool own_lists = prepared.planned && prepared.plan.head_divisor < group;
   const bool few = key_blocks < few_blocks && !deterministic;
   splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
@@ -62,7 +88,7 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
     work_starts = arena->take<std::int32_t>(static_cast<std::size_t>(entries + 1));
   }
   launch_chunks = prepared.plan.chunk_count;
-  if (!deterministic || !prepared.planned) return;
+  if (!deterministic || takes_turns() || !prepared.planned) return;
   // As few chunks a launch as fill a large GPU a few times over; the same on every GPU, so that results are, too.
   constexpr std::int64_t kManyBlocks = 1024;
   const std::int64_t chunk_blocks =

@@ -47,16 +47,23 @@ struct BackwardScratch {
   std::int32_t splits = 1, launch_chunks = 0, colors = 1;
   bool wants_sums = false;
   bool deterministic = false;
+  SumTurns turns;  // if it takes them
+  std::int32_t dquery_colors = 1;
+  std::size_t turns_bytes = 0;
   BroadcastView dbias;  // of dbias_sums
   BiasSums bias_sums = BiasSums::kNone;
 
   // `tiles`: of the family's backward. The same arrays whether the arena has memory or only measures.
   void arrange(const BackwardProblem& problem, BackwardTiles tiles, Arena* arena);
 
+  // Whether blocks wait for their turn to add to sums (SumTurns). Else a deterministic backward has passes of its own.
+  bool takes_turns() const { return deterministic && tiles.stays; }
+
   // That no launch has more blocks of keys than a grid may.
   Status check_key_blocks(const BackwardProblem& problem) const;
 
  private:
+  void arrange_turns(const BackwardProblem& problem, std::int64_t row_tiles, Arena* arena);
   void arrange_order(const BackwardProblem& problem, Arena* arena);
   void arrange_bias(const BackwardProblem& problem, Arena* arena);
 };

@@ -22,10 +22,14 @@ __device__ int works_of(const BackwardParams& params, int entry) {
     const ChunkKeys keys = chunks[params.first_chunk + list - 1];
     return keys.first < 0 ? (keys.count + kTileKeys - 1) / kTileKeys : 0;
   }
-  // Of all keys, if a chunk has them as a range; without rows somebody has to store zeros.
-  bool has_range = params.plan.chunk_count == 0;
-  for (int chunk = 0; chunk < params.plan.chunk_count; ++chunk) has_range |= chunks[chunk].first >= 0;
-  return has_range ? range_tiles<kTileKeys>(params) : 0;
+  // Of all keys, if a chunk has them as a range. If none lists any, either, nothing is added to sums, and somebody has
+  // to store zeros.
+  bool has_range = false, lists_keys = false;
+  for (int chunk = 0; chunk < params.plan.chunk_count; ++chunk) {
+    has_range |= chunks[chunk].first >= 0;
+    lists_keys |= chunks[chunk].first < 0 && chunks[chunk].count > 0;
+  }
+  return has_range || !lists_keys ? range_tiles<kTileKeys>(params) : 0;
 }
 
 // The sum of `own` of all threads before; `total`: of all threads.

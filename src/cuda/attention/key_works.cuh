@@ -32,6 +32,18 @@ __device__ inline unsigned first_tile_of(const BackwardParams& params, int entry
   return static_cast<unsigned>(entry / lists) * tiles + (list == 0 ? 0 : key_tiles + (list - 1) * list_tiles);
 }
 
+// The first entry of a block's key head, and of its share of the query heads, and the block's own.
+__device__ inline int first_entry_of_key_head(const BackwardParams& params, const KeyBlock& block) {
+  return (block.batch * params.key_heads + block.key_head) * params.splits * key_work_lists(params);
+}
+__device__ inline int first_entry_of_share(const BackwardParams& params, const KeyBlock& block) {
+  const int share = (block.first_head - block.key_head * params.group) / (params.group / params.splits);
+  return first_entry_of_key_head(params, block) + share * key_work_lists(params);
+}
+__device__ inline int entry_of(const BackwardParams& params, const KeyBlock& block) {
+  return first_entry_of_share(params, block) + (block.listed ? 1 + block.first_chunk - params.first_chunk : 0);
+}
+
 // How many of the works come in order, the longest first.
 __device__ inline int ordered_works(const BackwardParams& params, int works) {
   return params.works.last == nullptr ? 0 : min(works, kMostOrderedBlocks);
@@ -58,13 +70,38 @@ __device__ inline int number_of_work(const BackwardParams& params, int work) {
   return static_cast<int>(first_tile_of<kTileKeys>(params, entry)) + work - params.works.starts[entry];
 }
 
-// The number of the tile of keys that comes at this place, -1 past the last one. By a warp, all lanes together.
-template <int kTileKeys>
+// What comes at a place: the number of a tile of keys, or
+constexpr int kNoWork = -1, kNoMoreWorks = -2;
+
+// Works before the first one of a key head, of all batch elements.
+template <int kTileKeys, bool kPlanned>
+__device__ inline int works_before(const BackwardParams& params, int key_head) {
+  if constexpr (!kPlanned) return key_head * params.splits * range_tiles<kTileKeys>(params);
+  return params.works.starts[key_head * params.splits * key_work_lists(params)];
+}
+
+// Which work comes at a place where blocks wait for turns. Key heads of a track follow one another; what a work waits
+// for comes before it. By a warp, all lanes together: a lane for each track.
+template <int kTileKeys, bool kPlanned>
+__device__ inline int work_in_turn(const BackwardParams& params, int place) {
+  const int heads = params.batch * params.key_heads, tracks = params.turns.tracks;
+  const int lane = min(static_cast<int>(threadIdx.x) % 32, tracks - 1);
+  const int first = works_before<kTileKeys, kPlanned>(params, lane * heads / tracks);
+  const int end = works_before<kTileKeys, kPlanned>(params, (lane + 1) * heads / tracks);
+  if (place / tracks >= __reduce_max_sync(~0u, end - first)) return kNoMoreWorks;
+  const int work = __shfl_sync(~0u, first, place % tracks) + place / tracks;
+  return work < __shfl_sync(~0u, end, place % tracks) ? work : kNoWork;
+}
+
+// By a warp, all lanes together.
+template <int kTileKeys, bool kPlanned>
 __device__ inline int key_work(const BackwardParams& params, int place) {
-  const int works = params.works.starts[key_work_entries(params)];
-  if (place >= works) return -1;
+  const int works = works_before<kTileKeys, kPlanned>(params, params.batch * params.key_heads);
+  int work = place < works ? place : kNoMoreWorks;
+  if (params.turns.queries != nullptr) work = work_in_turn<kTileKeys, kPlanned>(params, place);
+  if (!kPlanned || work < 0) return work;
   const int first = works - ordered_works(params, works);
-  return number_of_work<kTileKeys, 32>(params, place < first ? place : first + params.works.last[place - first]);
+  return number_of_work<kTileKeys, 32>(params, work < first ? work : first + params.works.last[work - first]);
 }
 
 }  // namespace flash_dmattn::internal::cuda

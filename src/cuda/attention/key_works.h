@@ -17,6 +17,11 @@ constexpr std::int64_t key_work_entries(std::int64_t batch, std::int64_t key_hea
   return batch * key_heads * splits * (1 + chunks);
 }
 
+// Where blocks wait for their turn to add (SumTurns), those that run at the same time come from several key heads by
+// turns, so that few of them wait for one another: from as many as there are tracks, each of key heads that follow one
+// another. At most a lane of a warp each.
+constexpr int kMostKeyTracks = 32;
+
 // Writes params.works, of a plan, for blocks of `tile_keys` keys, which may be 64 or 128.
 cudaError_t list_key_works(const BackwardParams& params, int tile_keys, cudaStream_t stream);
 

@@ -66,6 +66,16 @@ struct KeyWorks {
   std::int32_t* taken = nullptr;  // counts works that are taken, besides the first one of each block
 };
 
+// Whose turn it is to add to sums, in a deterministic backward whose blocks stay. The arrays are 0 at first.
+struct SumTurns {
+  // (dquery colors, B, H, row tiles): the last tile of keys of its entry (key_works.cuh) that has added its part,
+  // plus 1. Null: there are no turns.
+  std::int32_t* queries = nullptr;
+  // Warps of works that have added theirs: (B, Hkv), to sums of keys and values; (B, H), to those of the head's bias.
+  std::int32_t *keys = nullptr, *bias = nullptr;
+  std::int32_t tracks = 1;  // from how many key heads blocks take works by turns (key_works.h)
+};
+
 struct AttentionParams {
   TokenView query, key, value;  // (B, Sq, H, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)
   BroadcastView bias;           // data null: none
@@ -113,10 +123,10 @@ struct RowFlags {
 };
 
 // Gradients are added up in fp32 and rounded afterwards, except where a block alone owns a result. A mode that repeats
-// bit by bit (deterministic) gives every sum one order:
+// bit by bit (deterministic) gives every sum one order. Gradients of a per-key bias are kept apart by query head. Where
+// blocks stay, they wait for their turn to add (SumTurns). Else
 //   - queries get theirs from a pass of their own (query_backward.cuh);
-//   - of keys whose chunks' lists overlap, launches take a few chunks at a time, each with sums (a color) of its own;
-//   - gradients of a per-key bias are kept apart by query head.
+//   - of keys whose chunks' lists overlap, launches take a few chunks at a time, each with sums (a color) of its own.
 struct BackwardParams : AttentionParams {
   TokenView dout;
   const RowFacts* row_facts = nullptr;  // of tiles of row_tile rows
@@ -124,9 +134,11 @@ struct BackwardParams : AttentionParams {
   const RowStats* row_stats = nullptr;
   const RowFlags* row_flags = nullptr;
   std::int32_t row_tile = 0;
-  float* dquery_sums = nullptr;  // (B, H, row tiles, tile in the order of the kernel's registers); null: not wanted
-  TokenView dquery;              // contiguous, for query_backward.cuh; data null: not wanted
-  TokenView dkey, dvalue;        // contiguous, written unless uses_sums; data null: not wanted
+  // (dquery colors, B, H, row tiles, tile in the order of the kernel's registers); null: not wanted
+  float* dquery_sums = nullptr;
+  std::int32_t dquery_colors = 1;                      // tile n of keys adds to color n % dquery_colors
+  TokenView dquery;                                    // contiguous, for query_backward.cuh; data null: not wanted
+  TokenView dkey, dvalue;                              // contiguous, written unless uses_sums; data null: not wanted
   float *dkey_sums = nullptr, *dvalue_sums = nullptr;  // (colors, B, Sk, Hkv, bucket), added to if uses_sums
   float* dbias_sums = nullptr;                         // (colors, as `dbias` says), added to; null: not wanted
   BroadcastView dbias;                                 // strides of dbias_sums
@@ -137,6 +149,7 @@ struct BackwardParams : AttentionParams {
   const std::uint8_t* stored = nullptr;
   std::int32_t splits = 1;  // blocks of one tile of keys, each with some of the group's heads
   KeyWorks works;           // of families whose blocks stay (BackwardTiles)
+  SumTurns turns;           // likewise
 
   // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.
   std::int32_t first_chunk = 0, chunk_limit = 0;

@@ -128,9 +128,12 @@ __global__ void __launch_bounds__(kThreads)
   };
   const bool aligned = has_pieces(problem.out, outs) && has_pieces(problem.dout, douts);
   if (pass.query_sums != nullptr) {
-    auto* sums = reinterpret_cast<float4*>(pass.query_sums + number * pass.row_tile * pass.sum_width);
-    for (int piece = thread; piece < pass.row_tile * pass.sum_width / 4; piece += kThreads) {
-      sums[piece] = make_float4(0, 0, 0, 0);
+    for (int color = 0; color < pass.query_sum_colors; ++color) {
+      const std::int64_t sum_tile = std::int64_t{color} * problem.batch * heads * tiles + number;
+      auto* sums = reinterpret_cast<float4*>(pass.query_sums + sum_tile * pass.row_tile * pass.sum_width);
+      for (int piece = thread; piece < pass.row_tile * pass.sum_width / 4; piece += kThreads) {
+        sums[piece] = make_float4(0, 0, 0, 0);
+      }
     }
   }
   // A few rows at a time, so that many loads are under way.

@@ -16,6 +16,7 @@ struct RowPass {
   RowFlags* flags = nullptr;  // were 0
   // Of the same tiles, sums of sum_width columns, whichever way they lie, that the pass clears; null: none.
   float* query_sums = nullptr;
+  std::int32_t query_sum_colors = 1;  // so many times as many
   std::int32_t sum_width = 0;
   bool follows_listing = false;  // the kernel before it lists works (key_works.h), for which the pass need not wait
   float natural = 1;             // ScoreRule::natural, in which the problem's row_stats are

@@ -48,9 +48,31 @@ struct RowWalk {
     int visits = 0;
 #pragma unroll 4
     for (int chunk = block.first_chunk + lane; chunk < block.end_chunk; chunk += lanes) {
-      visits += __popc(units_of_chunk(params, block, chunk).any);
+      visits += __popc(units_of_chunk(params, block, block.tile, chunk).any);
     }
     return visits;
+  }
+
+  // Dense: the tile of rows that the walk meets in place of this one if it goes from the last to the first.
+  __device__ static int mirrored(const BackwardParams& params, const KeyBlock& block, int existing, int row_tile) {
+    return first_row_tile(params, block, existing) + row_tiles(params) - 1 - row_tile;
+  }
+
+  // Of every `apart`-th tile of keys before the block's, back from there, in its list or range: the first one that
+  // meets the tile of rows `row_tile`, which the block meets; less than 0: none. By a warp, all lanes together.
+  __device__ static int previous_tile(const BackwardParams& params, const KeyBlock& block, int row_tile, int apart) {
+    if constexpr (!kPlanned) return block.tile - apart;  // earlier keys are seen by all rows that see later ones
+    constexpr int kChunkTiles = kChunkRows / kTileRows;
+    const int chunk = row_tile / kChunkTiles, lane = static_cast<int>(threadIdx.x) % 32;
+    const ChunkKeys& keys = params.plan.chunks[block.plan_chunk + chunk - block.first_chunk];
+    const int first = block.listed ? 0 : keys.first / kTileKeys;
+    for (int last = block.tile - apart; last >= first; last -= 32 * apart) {
+      const int tile = last - lane * apart;
+      const std::uint32_t any = tile < first ? 0 : units_of_chunk(params, block, tile, chunk).any;
+      const unsigned meeting = __ballot_sync(~0u, (tiles_of_units<false>(any) >> row_tile % kChunkTiles & 1) != 0);
+      if (meeting != 0) return last - (__ffs(static_cast<int>(meeting)) - 1) * apart;
+    }
+    return -1;
   }
 
   __device__ Step next(const BackwardParams& params, const KeyBlock& block, int existing) {
@@ -122,16 +144,16 @@ struct RowWalk {
     return tiles;
   }
 
-  // The units of a chunk that see some of the block's keys, and those that see all.
+  // The units of a chunk that see some keys of the block's list, or range, in tile `key_tile`, and those that see all.
   struct Units {
     std::uint32_t any, all;
   };
-  __device__ static Units units_of_chunk(const BackwardParams& params, const KeyBlock& block, int chunk) {
+  __device__ static Units units_of_chunk(const BackwardParams& params, const KeyBlock& block, int key_tile, int chunk) {
     constexpr int kListTiles = kTileKeys < kPlanTileKeys ? 1 : kTileKeys / kPlanTileKeys;
     const std::int64_t plan_chunk = static_cast<std::int64_t>(block.plan_chunk) + chunk - block.first_chunk;
     const ChunkKeys chunk_keys = block.listed ? ChunkKeys{0, 0} : params.plan.chunks[plan_chunk];
     if (chunk_keys.first < 0) return {0, 0};
-    const int tile = block.tile * kTileKeys / kPlanTileKeys - chunk_keys.first / kPlanTileKeys;
+    const int tile = key_tile * kTileKeys / kPlanTileKeys - chunk_keys.first / kPlanTileKeys;
     Units units = {0, ~0u};
 #pragma unroll
     for (int part = 0; part < kListTiles; ++part) {
@@ -146,7 +168,7 @@ struct RowWalk {
   // Of 32 chunks, a lane each.
   __device__ void look_at_chunks(const BackwardParams& params, const KeyBlock& block, int first_chunk) {
     const int lane = static_cast<int>(threadIdx.x) % 32, chunk = first_chunk + lane;
-    const Units units = chunk < block.end_chunk ? units_of_chunk(params, block, chunk) : Units{0, 0};
+    const Units units = chunk < block.end_chunk ? units_of_chunk(params, block, block.tile, chunk) : Units{0, 0};
     std::uint32_t tiles = tiles_of_units<false>(units.any);
     // Rows of a unit may end before its last tile does.
     if (kTileRows < kUnitRows) tiles &= bit_range(0, row_tiles(params) - chunk * (kChunkRows / kTileRows));

@@ -45,6 +45,21 @@ __device__ inline void wait(std::uint32_t barrier, std::uint32_t parity) {
       : "memory");
 }
 
+// Whether the phase has ended.
+__device__ inline bool has_ended(std::uint32_t barrier, std::uint32_t parity) {
+  int ended;
+  asm volatile(
+      "{\n"
+      ".reg .pred ended;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, ended;\n"
+      "}"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
 // What this thread wrote to shared memory is seen by later tensor core products and bulk copies.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -27,6 +27,7 @@
 #include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/query_turns.cuh"
 #include "cuda/sm90/split_backward_consumer.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
@@ -45,14 +46,15 @@ struct alignas(16) StepFacts {
     kBiased = 32,         // there is a bias
     kSumsKeyBias = 64,    // its gradient is asked for
     kLargeRows = 128,     // there are large rows
+    kTakesTurns = 256,    // sums of queries are added to in turn
     kNever = 1u << 15,    // is not set, which the compiler does not know
     kOddWork = 1u << 18,  // the work's number is odd
     kDone = 1u << 19,     // there is no work, either
   };
   // Besides the number of the step, and of the one before, modulo kNumbers.
   static constexpr int kNumberShift = 9, kLastNumberShift = 12, kStageShift = 16, kAddressShift = 24;
-  static constexpr std::uint32_t kNumbers = 2 * Config::kScoreStages;
-  static_assert(kNumbers <= 8);
+  static constexpr std::uint32_t kNumbers = 2 * Config::kTurnPlaces;
+  static_assert(kNumbers <= 8 && kNumbers % (2 * Config::kScoreStages) == 0);
   static constexpr std::uint32_t kStageMask = 3, kAddressUnits = 1024;
   static_assert(Config::kStages <= kStageMask);
 
@@ -61,7 +63,7 @@ struct alignas(16) StepFacts {
   } rows;
   std::uint32_t words[Config::kTileKeys][Config::kWords];  // of the step's rows, 32 at a time
   int head, first_row;
-  int tile;  // of all tiles of rows: where sums of dquery lie
+  int tile;  // of all tiles of rows, in all colors: where sums of dquery lie
   std::uint32_t mark;
 };
 
@@ -82,13 +84,15 @@ struct BackwardBlock {
   struct Work {
     KeyBlock block;
     int existing;
-    std::int32_t key[kTileKeys];  // -1: none, or no row sees it, and the tile holds zeros
+    int earlier_of_key_head, earlier_of_share;  // works, of entries before, that a deterministic backward waits for
+    std::int32_t key[kTileKeys];                // -1: none, or no row sees it, and the tile holds zeros
   };
 
   struct Shared {
     Pipeline<kStages> steps;
     Pipeline<1> keys;                                          // of a work, and its values
-    std::uint64_t works_empty[2];                              // consumers are done with the work
+    std::uint64_t works_full[2];                               // which work it is, is known
+    std::uint64_t works_empty[2];                              // consumers are done with it
     std::uint64_t score_gradients_full[Config::kScoreStages];  // all consumers that make them have stored theirs
     std::uint64_t probabilities_full;                          // of the step, if consumers hand them on
     Facts facts[kStages];
@@ -97,6 +101,7 @@ struct BackwardBlock {
     RowRange range[kTileKeys];
     float bias[kTileKeys];  // of the head of the consumers' step, if it is the same for every row
     Walk walks[Config::kProducerWarps];
+    QueryTurns<Config> turns;           // of a deterministic backward
     int head;                           // of the step that was brought last
     std::uint32_t number;               // of the next one, modulo Facts::kNumbers
     int heads[4 * Config::kConsumers];  // of each consumer's warp: of the steps that it adds up for a bias's gradient
@@ -124,14 +129,17 @@ struct BackwardBlock {
   __device__ void init() const {
     if (threadIdx.x == 0) {
       shared.number = 0;
+      shared.turns.init();
       shared.marks = (params.score.transforms ? Facts::kTransforms : 0) | (params.bias.defined() ? Facts::kBiased : 0) |
                      (params.dbias_sums != nullptr ? Facts::kSumsKeyBias : 0) |
-                     (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0);
+                     (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0) |
+                     (takes_turns() ? Facts::kTakesTurns : 0);
       shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
       // Every thread that writes or reads what is known of a step, or of a work, hands it on itself: if one lane did so
       // for its warp, compute-sanitizer would not know that the others have.
       shared.steps.init(32 * Config::kProducerWarps, Config::kConsumers * kWarpGroup);
       shared.keys.init(32 * Config::kProducerWarps, 4 * Config::kConsumers);
+      for (std::uint64_t& full : shared.works_full) init_barrier(shared_address(&full), 32);
       for (std::uint64_t& empty : shared.works_empty) {
         init_barrier(shared_address(&empty), Config::kConsumers * kWarpGroup);
       }
@@ -166,9 +174,24 @@ struct BackwardBlock {
       if (lane == 0) ++shared.taken[warp];
       __syncwarp();
     }
-    wait_until_empty(at);
+    wait_or_say(shared.steps.empty[at.stage], at.parity ^ 1);
     if (warp == 0 && lane == 0) set_mark(at, Facts::kDone);
     arrive(shared_address(&shared.steps.full[at.stage]));
+    if (takes_turns() && threadIdx.x == kSayingThread) shared.turns.say_all(params.turns);
+  }
+
+  __device__ bool takes_turns() const { return params.turns.queries != nullptr; }
+
+  // The thread of the second warp that says what consumers have added (query_turns.cuh). Whatever it waits for, it goes
+  // on: other blocks may wait for that.
+  static constexpr unsigned kSayingThread = 32;
+  static_assert(Config::kProducerWarps > 1);
+  __device__ void wait_or_say(std::uint64_t& barrier, std::uint32_t parity) const {
+    if (takes_turns() && threadIdx.x == kSayingThread) {
+      shared.turns.say_until(shared_address(&barrier), parity, params.turns);
+    }
+    __syncwarp();
+    wait(shared_address(&barrier), parity);
   }
 
   // The warp's work.
@@ -178,29 +201,45 @@ struct BackwardBlock {
   __device__ bool take_work(int warp, int lane) const {
     Work& work = this->work(warp);
     const std::uint32_t taken = shared.taken[warp];
-    wait(shared_address(&shared.works_empty[taken % 2]), (taken / 2 % 2) ^ 1);
+    wait_or_say(shared.works_empty[taken % 2], (taken / 2 % 2) ^ 1);
     if (recomputed(warp) == 0) {
-      int number = static_cast<int>(blockIdx.x);
-      if (taken > 0) {
-        if (lane == 0) number = static_cast<int>(gridDim.x) + atomicAdd(params.works.taken, 1);
-        number = __shfl_sync(~0u, number, 0);
-      }
-      if constexpr (kPlanned) {
-        number = key_work<kTileKeys>(params, number);
-      } else if (number >= key_blocks<kTileKeys, false>(params)) {
-        number = -1;
-      }
+      const int number = next_number(taken == 0, lane);
       if (lane == 0) {
         shared.head = -1;
         work.block.exists = false;
         if (number >= 0) {
           work.block = key_block<kTileKeys, kPlanned>(params, static_cast<unsigned>(number));
           work.existing = key_count(params.visibility, work.block.batch);
+          if (kPlanned && takes_turns()) count_earlier_works(work);
         }
       }
     }
-    sync_named_barrier(kProducerBarrier, 32 * Config::kProducerWarps);
+    if (warp == 0) arrive(shared_address(&shared.works_full[taken % 2]));
+    wait_or_say(shared.works_full[taken % 2], taken / 2 % 2);
     return work.block.exists;
+  }
+
+  // By a warp: the number of the next tile of keys, less than 0: there is none. Where blocks wait for one another they
+  // count their first works, too: a block that is not running yet has none that others could wait for.
+  __device__ int next_number(bool is_first, int lane) const {
+    int number;
+    do {
+      int place = static_cast<int>(blockIdx.x);
+      if (!is_first || takes_turns()) {
+        if (lane == 0) place = atomicAdd(params.works.taken, 1);
+        if (!takes_turns()) place += recomputed(static_cast<int>(gridDim.x));
+        place = __shfl_sync(~0u, place, 0);
+      }
+      number = key_work<kTileKeys, kPlanned>(params, place);
+    } while (number == kNoWork);
+    return number;
+  }
+
+  __device__ void count_earlier_works(Work& work) const {
+    const std::int32_t* starts = params.works.starts;
+    const int before = starts[entry_of(params, work.block)];
+    work.earlier_of_key_head = before - starts[first_entry_of_key_head(params, work.block)];
+    work.earlier_of_share = before - starts[first_entry_of_share(params, work.block)];
   }
 
   // The lane's key, and the rows that see it.
@@ -251,7 +290,7 @@ struct BackwardBlock {
   __device__ void gather_keys(int warp, int lane) const {
     const Work& work = this->work(warp);
     const KeyBlock& block = work.block;
-    wait(shared_address(&shared.keys.empty[0]), (shared.taken[warp] % 2) ^ 1);
+    wait_or_say(shared.keys.empty[0], (shared.taken[warp] % 2) ^ 1);
     gather<kKeyPanel>(lane, work.key[warp * 32 + lane], rows_of(params.key, block.batch, block.key_head, 0),
                       rows_of(params.value, block.batch, block.key_head, 0), keys + warp * 32 * 128,
                       values + warp * 32 * 128);
@@ -263,14 +302,36 @@ struct BackwardBlock {
     return (static_cast<std::int64_t>(block.batch) * params.heads + step.head) * row_tiles + step.row_tile;
   }
 
+  // The tile of rows of the sums that the step adds to.
+  __device__ int sums_of(const KeyBlock& block, const Step& step) const {
+    const std::int64_t tile = tile_of(block, step);
+    if (params.dquery_colors == 1) return static_cast<int>(tile);
+    const int row_tiles = (params.rows + kTileRows - 1) / kTileRows, color = block.tile % params.dquery_colors;
+    return static_cast<int>(tile + std::int64_t{color} * params.batch * params.heads * row_tiles);
+  }
+
+  // By the first warp, when it has handed on the step. A turn is granted kStages - 1 steps after it was asked for,
+  // before consumers come to adding: by then they have heard of the one that had its place before.
+  __device__ void await_turns(const KeyBlock& block, const Step& step, int lane) const {
+    int previous = -1;
+    if (step.exists()) previous = Walk::previous_tile(params, block, step.row_tile, params.dquery_colors);
+    if (lane == 0) {
+      if (step.exists()) shared.turns.ask(sums_of(block, step), previous);
+      shared.turns.grant(params.turns, step.exists() ? kStages - 1 : 0);
+    }
+    __syncwarp();
+  }
+
+  // By a thread of the second warp, before it hands on the step.
+  __device__ void say_what_is_added(const KeyBlock& block, const Step& step) const {
+    shared.turns.say(params.turns);
+    if (step.exists()) shared.turns.bring(sums_of(block, step), block.tile);
+  }
+
   // Whether every row of the step sees every key of the block.
   __device__ bool is_full(const Work& work, const Step& step) const {
     if constexpr (kPlanned) return step.full;
     return causal_limit(params.visibility, work.existing, step.first_row()) >= (work.block.tile + 1) * kTileKeys;
-  }
-
-  __device__ void wait_until_empty(const Position<kStages>& at) const {
-    wait(shared_address(&shared.steps.empty[at.stage]), at.parity ^ 1);
   }
 
   // By one thread: of a step `bits`, besides what says which one it is.
@@ -290,12 +351,16 @@ struct BackwardBlock {
     bool exists = true, has_keys = false;
 #pragma unroll 1
     while (exists) {
-      const Step step = walk.next(params, work.block, work.existing);
+      Step step = walk.next(params, work.block, work.existing);
       exists = step.exists();
+      if constexpr (!kPlanned) {
+        // From the last rows to the first, tiles of keys that start at the same time meet one after another.
+        if (exists && takes_turns()) step.row_tile = Walk::mirrored(params, work.block, work.existing, step.row_tile);
+      }
       Facts& facts = shared.facts[at.stage];
       // Tested anew each time: there are no predicates to keep it in.
       const int full = exists && is_full(work, step) ? 1 : 0;
-      wait_until_empty(at);
+      wait_or_say(shared.steps.empty[at.stage], at.parity ^ 1);
       if (recomputed(warp) == 0) {
         if (lane == 0) {
           set_mark(at, (exists ? Facts::kExists : 0) | (recomputed(full) != 0 ? Facts::kFull : 0) |
@@ -304,14 +369,16 @@ struct BackwardBlock {
           if (exists) shared.number = (shared.number + 1) % Facts::kNumbers;
           facts.head = shared.head = step.head;
           facts.first_row = step.first_row();
-          facts.tile = static_cast<int>(tile_of(work.block, step));
+          facts.tile = sums_of(work.block, step);
         }
         if (exists) bring_rows(work.block, step, facts, at, lane);
       }
       if (exists && recomputed(full) == 0) make_words(work, step, warp * 32 + lane, facts);
+      if (takes_turns() && threadIdx.x == kSayingThread) say_what_is_added(work.block, step);
       __syncwarp();
       arrive(shared_address(&shared.steps.full[at.stage]));
       at.advance();
+      if (takes_turns() && recomputed(warp) == 0) await_turns(work.block, step, lane);
       if (!has_keys) gather_keys(warp, lane);
       has_keys = true;
     }

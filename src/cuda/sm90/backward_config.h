@@ -37,6 +37,10 @@ struct BackwardConfig {
   // before it adds gradients of queries to memory, which keep what it reads of shared memory behind them. Measured.
   static constexpr bool kLongTurns = kHeadDim > 64, kAsksEarly = kHeadDim == 96;
 
+  // Of a deterministic backward: places that steps take by turns while they wait for their turn to add gradients of
+  // queries. There are more than steps from the one that was brought last to the one that is added.
+  static constexpr int kTurnPlaces = kSplitsGradients ? 4 : 3;
+
   // Shared memory: panels of 64 columns, 128 bytes a row.
   static constexpr int kPanels = (kHeadDim + 63) / 64;
   static constexpr std::size_t kKeyBytes = std::size_t{kPanels} * kTileKeys * 128;

@@ -38,16 +38,23 @@ struct BackwardConsumer {
     settle(dvalues[0]);
     steps.wait_for_keys();
     const bool any = steps.has(Facts::kExists);
-    if (any) run_steps();
+    if (any) {
+      run_steps();
+    } else {
+      steps.pass_turns_of_bias();
+    }
     steps.release_keys();
-    if (any || steps.stores()) store_results();  // else there is nothing to add
+    store_results(any);
   }
 
-  __device__ void store_results() const {
+  // `any`: there is something to add.
+  __device__ void store_results(bool any) const {
     const BackwardParams& params = steps.block.params;
     if (!steps.stores()) {
-      if (params.wants_dkey) steps.add_up(dkeys, params.dkey_sums, params.score.scale);
-      if (params.wants_dvalue) steps.add_up(dvalues, params.dvalue_sums, 1);
+      steps.await_turn_of_keys();
+      if (any && params.wants_dkey) steps.add_up(dkeys, params.dkey_sums, params.score.scale);
+      if (any && params.wants_dvalue) steps.add_up(dvalues, params.dvalue_sums, 1);
+      steps.pass_turn_of_keys();
       return;
     }
     if (params.wants_dkey) steps.store(dkeys, params.dkey, params.head_dim, params.score.scale);
@@ -94,10 +101,15 @@ struct BackwardConsumer {
       steps.add_products(dkeys, packed, steps.queries());
       if (!Config::kLongTurns) pass_turn();
       const int own_tile = steps.facts().tile, own_stage = steps.stage();
+      const std::uint32_t last_number = steps.last_number();
       if (Config::kAsksEarly) steps.wait_for_next_step();
       wgmma_wait<1>();
       settle(dqueries);
-      if (tile >= 0) steps.add_query_gradients(dqueries, steps.group, tile);
+      if (tile >= 0) {
+        steps.wait_for_turn(last_number);
+        steps.add_query_gradients(dqueries, steps.group, tile);
+        steps.pass_turn(last_number);
+      }
       tile = own_tile;
       wgmma_wait<0>();
       steps.release(own_stage);
@@ -119,7 +131,9 @@ struct BackwardConsumer {
     settle(dqueries);
     settle(dkeys[0]);
     settle(dvalues[0]);
+    steps.wait_for_turn(steps.last_number());
     steps.add_query_gradients(dqueries, steps.group, tile);
+    steps.pass_turn(steps.last_number());
   }
 };
 

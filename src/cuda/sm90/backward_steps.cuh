@@ -12,6 +12,7 @@
 #include "cuda/attention/tokens.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/flags.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/offsets.cuh"
@@ -138,7 +139,14 @@ struct BackwardSteps {
   }
   // Before the first step of all there are none, and nothing is waited for.
   __device__ void wait_for_score_gradients(std::uint32_t step) const {
-    wait(score_gradients_full(step), step / Config::kScoreStages);
+    wait(score_gradients_full(step), step / Config::kScoreStages % 2);
+  }
+  // Around what adds a step's gradients of queries: until they may be added, and when they have been.
+  __device__ void wait_for_turn(std::uint32_t step) const {
+    if (has(Facts::kTakesTurns)) block.shared.turns.wait_for_turn(step);
+  }
+  __device__ void pass_turn(std::uint32_t step) const {
+    if (has(Facts::kTakesTurns)) block.shared.turns.pass_turn(step);
   }
 
   // ---- Scores
@@ -296,8 +304,54 @@ struct BackwardSteps {
       for (int i = 0; i < 4; ++i) key_bias_gradient[i / 2] += gradients[n][i];
   }
 
+  // In a deterministic backward of a plan works of other entries have some of the same keys: each warp adds to sums
+  // when all warps of all works of entries before have. It waits until `done`, where all count, says so; if it is null,
+  // there are no turns.
+  __device__ void await_earlier(const std::int32_t* done, int earlier_warps) const {
+    if (done != nullptr && lane() == 0) {
+      while (load_acquiring(done) < earlier_warps) continue;
+    }
+    __syncwarp();
+  }
+  __device__ void count_done(std::int32_t* done) const {
+    __syncwarp();
+    if (done != nullptr && lane() == 0) add_releasing(done, 1);
+  }
+  // Of sums of keys and values; of those of a head's bias.
+  __device__ std::int32_t* keys_done() const {
+    const BackwardParams& params = rare_params();
+    if (!Block::kPlanned || params.turns.keys == nullptr) return nullptr;
+    return params.turns.keys + work().block.batch * params.key_heads + work().block.key_head;
+  }
+  __device__ std::int32_t* bias_done(int head) const {
+    const BackwardParams& params = rare_params();
+    if (!Block::kPlanned || params.turns.bias == nullptr) return nullptr;
+    return params.turns.bias + work().block.batch * params.heads + head;
+  }
+  __device__ void await_turn_of_keys() const {
+    await_earlier(keys_done(), work().earlier_of_key_head * (4 * Config::kConsumers));
+  }
+  __device__ void pass_turn_of_keys() const { count_done(keys_done()); }
+  __device__ void await_turn_of_bias(int head) const {
+    await_earlier(bias_done(head), work().earlier_of_share * (Config::kSplitsGradients ? 4 : 4 * Config::kConsumers));
+  }
+  // A work without steps adds nothing, but those after it count it.
+  __device__ void pass_turns_of_bias() const {
+    const KeyBlock& keys = work().block;
+    if (!has(Facts::kSumsKeyBias) || bias_done(0) == nullptr) return;
+    for (int head = keys.first_head; head < keys.end_head; ++head) {
+      await_turn_of_bias(head);
+      count_done(bias_done(head));
+    }
+  }
+
   // Adds what steps of `head`, or of several heads with the same bias, have left in registers to global memory.
   __device__ void flush_key_bias_gradients(int head) {
+    await_turn_of_bias(head);
+    add_key_bias_gradients_of(head);
+    count_done(bias_done(head));
+  }
+  __device__ void add_key_bias_gradients_of(int head) {
     const BackwardParams& params = rare_params();
     const KeyBlock& keys = work().block;
     float* sums = params.dbias_sums + keys.color * params.bias_color_stride + params.dbias.offset(keys.batch, head);

@@ -6,7 +6,6 @@
 #include "cuda/attention/key_works.h"
 #include "cuda/kernel_family.h"
 #include "cuda/plan/prepared_visibility.h"
-#include "cuda/sm80/launch.h"
 #include "cuda/sm90/backward_config.h"
 #include "cuda/sm90/forward_config.h"
 #include "cuda/sm90/launch.h"
@@ -195,13 +194,7 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
       .list_works =
           [&](const BackwardParams& params) { return list_key_works(params, tiles_of(problem).keys, stream); },
       .launch_query_gradients =
-          [&](const BackwardParams& params) { return sm90::launch_query_gradients(problem, params, stream); },
-      .launch_query_backward =
-          [&](const BackwardParams& params, bool planned) {
-            return by_type(problem, [&]<typename Element, int kHeadDim>() {
-              return launch_query_backward<Element, kHeadDim>(params, planned, stream);
-            });
-          }};
+          [&](const BackwardParams& params) { return sm90::launch_query_gradients(problem, params, stream); }};
   return run_backward(problem, gpu, kernels, workspace, stream);
 }
 

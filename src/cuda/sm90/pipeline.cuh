@@ -10,10 +10,8 @@ namespace flash_dmattn::internal::cuda::sm90 {
 
 constexpr int kWarpGroup = 128;
 
-// Named barriers of the forward's block, the first of those with one for each consumer.
+// Named barriers of the forward's block, the first of those with one for each consumer; turns are the backward's, too.
 constexpr int kClearBarrier = 1, kTurnBarrier = 2, kCalmBarrier = 5;
-// And of the backward's, whose consumers take turns, too.
-constexpr int kProducerBarrier = 1;
 
 // The two barriers of each stage: a phase of "full" ends when what was copied there has arrived, one of "empty" when
 // every consumer has read it.

@@ -41,6 +41,15 @@ __global__ void __launch_bounds__(kWarpGroup) query_gradient_kernel(const __grid
     float4 four[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) four[n] = __ldcg(source + (first + n) * kWarpGroup);
+#pragma unroll 1
+    for (int color = 1; color < params.dquery_colors; ++color) {
+      const float4* sums = source + color * (std::int64_t{gridDim.x} * (kPartRows * kHeadDim / 4));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float4 part = __ldcg(sums + (first + n) * kWarpGroup);
+        four[n] = make_float4(four[n].x + part.x, four[n].y + part.y, four[n].z + part.z, four[n].w + part.w);
+      }
+    }
     std::uint32_t words[2][4];  // of rows 8 apart
 #pragma unroll
     for (int n = 0; n < 4; ++n) {

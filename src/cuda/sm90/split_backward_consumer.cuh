@@ -57,22 +57,27 @@ struct SplitBackwardConsumer {
       } else {
         add_up_keys();
       }
+    } else if (!kOwnsValues) {
+      steps.pass_turns_of_bias();
     }
     steps.release_keys();
-    if (!any && !steps.stores()) return;  // nothing to add
     const BackwardParams& params = steps.block.params;
     if constexpr (kOwnsValues) {
-      if (params.wants_dvalue) store_or_add(params.dvalue, params.value_dim, params.dvalue_sums, 1);
+      store_or_add(params.wants_dvalue, any, params.dvalue, params.value_dim, params.dvalue_sums, 1);
     } else {
-      if (params.wants_dkey) store_or_add(params.dkey, params.head_dim, params.dkey_sums, params.score.scale);
+      store_or_add(params.wants_dkey, any, params.dkey, params.head_dim, params.dkey_sums, params.score.scale);
     }
   }
 
-  __device__ void store_or_add(const TokenView& target, int columns, float* target_sums, float factor) const {
-    if (steps.stores()) {
+  // `any`: there is something to add.
+  __device__ void store_or_add(bool wanted, bool any, const TokenView& target, int columns, float* target_sums,
+                               float factor) const {
+    if (!steps.stores()) {
+      steps.await_turn_of_keys();
+      if (wanted && any) steps.add_up(sums, target_sums, factor);
+      steps.pass_turn_of_keys();
+    } else if (wanted) {
       steps.store(sums, target, columns, factor);
-    } else {
-      steps.add_up(sums, target_sums, factor);
     }
   }
 
@@ -130,7 +135,10 @@ struct SplitBackwardConsumer {
       const int own_tile = steps.facts().tile, own_stage = steps.stage();
       wgmma_wait<1>();
       settle(dqueries);
-      if (last_tile >= 0) steps.add_query_gradients(dqueries, 0, last_tile);
+      if (last_tile >= 0) {
+        steps.wait_for_turn(steps.last_number());
+        steps.add_query_gradients(dqueries, 0, last_tile);
+      }
       begin_query_gradients<true>(steps.last_number(), 1, dqueries);
       wgmma_wait<1>();
       settle(sums[0]);
@@ -140,14 +148,19 @@ struct SplitBackwardConsumer {
       wgmma_wait<1>();
       settle(dqueries);
       read_lse(lse);
-      if (last_tile >= 0) steps.add_query_gradients(dqueries, 1, last_tile);
+      if (last_tile >= 0) {
+        steps.add_query_gradients(dqueries, 1, last_tile);
+        steps.pass_turn((steps.last_number() + Facts::kNumbers - 1) % Facts::kNumbers);
+      }
       last_tile = own_tile;
       wgmma_wait<0>();
       settle(steps.scores);
     } while (steps.has(Facts::kExists));
     steps.wait_for_score_gradients(steps.last_number());
+    steps.wait_for_turn(steps.last_number());
     add_last_query_gradients(0, last_tile);
     add_last_query_gradients(1, last_tile);
+    steps.pass_turn(steps.last_number());
   }
 
   __device__ void read_lse(float2 (&lse)[kRowNTiles]) const {
@@ -191,6 +204,7 @@ struct SplitBackwardConsumer {
       steps.multiply(gradients, steps.block.values, steps.output_gradients());
       wgmma_wait<1>();
       settle(dqueries);
+      steps.wait_for_turn(steps.last_number());
       steps.add_query_gradients(dqueries, kFirstPanels, own_tile);
       if constexpr (kPanels > kFirstPanels + 1) {
         begin_query_gradients<true>(steps.last_number(), kFirstPanels + 1, dqueries);
@@ -200,6 +214,7 @@ struct SplitBackwardConsumer {
       } else {
         wgmma_wait<0>();
       }
+      steps.pass_turn(steps.last_number());
       settle(gradients);
     } while (steps.has(Facts::kExists));
     if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
