@@ -248,14 +248,20 @@ std::tuple<Tensor, Tensor> select_keys(Tensor scores, std::int64_t window_size, 
   return {begin, end};
 }
 
-// Writes to indices and scores.
-Tensor append_kept_keys(Tensor indices, Tensor scores, Tensor new_scores, Tensor positions) {
-  const CallDevice device({"indices", indices},
-                          {{"scores", scores}, {"new_scores", new_scores}, {"positions", positions}});
+// Writes to indices, scores and lengths.
+Tensor append_kept_keys(Tensor indices, Tensor scores, Tensor new_scores, Tensor positions,
+                        std::optional<Tensor> lengths, std::optional<Tensor> cache_scores) {
+  const CallDevice device({"indices", indices}, {{"scores", scores},
+                                                 {"new_scores", new_scores},
+                                                 {"positions", positions},
+                                                 {"lengths", lengths},
+                                                 {"cache_scores", cache_scores}});
   const KeptKeys kept = {.indices = view_of("indices", indices, "must be int32"),
-                         .scores = view_of("scores", scores, kFloatRule)};
+                         .scores = view_of("scores", scores, kFloatRule),
+                         .lengths = view_of("lengths", lengths, "must be int32")};
   const NewKeys new_keys = {.scores = view_of("new_scores", new_scores, "must have the dtype of scores"),
-                            .positions = view_of("positions", positions, "must be int32")};
+                            .positions = view_of("positions", positions, "must be int32"),
+                            .cache_scores = view_of("cache_scores", cache_scores, "must have the dtype of scores")};
   // Sizes of other ranks or of too many keys are refused by the library, which looks at the lists last.
   const auto last_size = [](const TensorView& view) { return view.shape[std::max(view.rank, 1) - 1]; };
   const std::int64_t rows = std::min(last_size(new_keys.scores), flash_dmattn::kMaxNewKeys);
@@ -453,7 +459,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, library) {
       "select_keys(Tensor scores, SymInt window_size, SymInt seqlen_q, bool causal, Tensor? key_mask, "
       "Tensor? seqlens_k, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None) -> (Tensor begin, Tensor end)");
   define(
-      "append_kept_keys(Tensor(a!) indices, Tensor(b!) scores, Tensor new_scores, Tensor positions) -> Tensor lists");
+      "append_kept_keys(Tensor(a!) indices, Tensor(b!) scores, Tensor new_scores, Tensor positions, "
+      "Tensor(c!)? lengths=None, Tensor? cache_scores=None) -> Tensor lists");
   define("mask_intervals(Tensor mask, bool is_causal) -> (Tensor begin, Tensor end, bool exact)");
   define("plan_report(" + planned + ", bool deterministic) -> (int[] names, int[] counts, int[] backend, int[] rule)");
   define("plan_chunks(" + planned +

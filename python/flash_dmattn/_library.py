@@ -235,20 +235,30 @@ def select_keys(
     return _call(_select_op, scores, window_size, seqlen_q, causal, key_mask, seqlens_k, cu_seqlens_q, cu_seqlens_k)
 
 
-def append_kept_keys(indices: Tensor, scores: Tensor, new_scores: Tensor, positions: Tensor) -> Tensor:
-    """Calls the operator, which writes to indices and scores. Source: include/flash_dmattn/kept_keys.h.
+def append_kept_keys(
+    indices: Tensor,
+    scores: Tensor,
+    new_scores: Tensor,
+    positions: Tensor,
+    lengths: Tensor | None,
+    cache_scores: Tensor | None,
+) -> Tensor:
+    """Calls the operator, which writes to indices, scores and lengths. Source: include/flash_dmattn/kept_keys.h.
 
     Returns:
         lists, int32 (B, heads, S, w).
     Raises:
         ValueError: a device, shape or dtype that kept_keys.h does not allow.
     """
-    check_devices(("indices", "scores", "new_scores", "positions"), (indices, scores, new_scores, positions))
-    lists = _call(_append_op, indices, scores, new_scores.detach(), positions)
+    names = ("indices", "scores", "new_scores", "positions", "lengths", "cache_scores")
+    check_devices(names, (indices, scores, new_scores, positions, lengths, cache_scores))
+    cache_scores = None if cache_scores is None else cache_scores.detach()
+    lists = _call(_append_op, indices, scores, new_scores.detach(), positions, lengths, cache_scores)
     if not torch.compiler.is_compiling():  # compiled code does it for what it writes to
         # Torch knows by its schema that the operator writes, but leaves telling it to the operator: a graph that saved
-        # either tensor for its backward then raises an error. Tensors of inference mode count nothing.
-        torch.autograd.graph.increment_version([t for t in (indices, scores) if not t.is_inference()])
+        # any of them for its backward then raises an error. Tensors of inference mode count nothing.
+        written = (indices, scores, lengths)
+        torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
     return lists
 
 
@@ -372,7 +382,7 @@ def _interval_shapes(scores, *others):
 
 
 @torch.library.register_fake(_APPEND, lib=_registrations)
-def _list_shape(indices, scores, new_scores, positions):
+def _list_shape(indices, scores, new_scores, positions, lengths=None, cache_scores=None):
     _check_given(indices=indices, scores=scores, new_scores=new_scores, positions=positions)
     for name, tensor in (("indices", indices), ("new_scores", new_scores)):
         if tensor.dim() != 3:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _library
-from ._arguments import as_int, check_tensor
+from ._arguments import as_int, check_optional_tensor, check_tensor
 from .key_indices import KeyIndices
 from .selection import select_keys
 
@@ -33,7 +33,8 @@ class KeptKeys:
     (docs/selection.md): what was kept and the new keys are all there is to choose from. Where keys leave by age, as
     from a sliding window or a cache that evicts, a key that dropped out may come back once better ones have left.
     Windows are therefore refused by name (`sliding_window`). A cache that is cropped brings dropped keys back, too:
-    begin again with `from_scores` of the scores that are left.
+    begin again with `from_scores` of the scores that are left, or give `append_` the scores of all keys: it then finds
+    by the lengths, on the device, that what is kept is of another cache, and chooses anew.
 
     The order of keys is that of `select_keys`: among equal scores the newest stays; -0 equals 0, NaNs are equal and
     rank highest; -inf and the dtype's lowest finite value are never kept. A pytree: torch.compile takes and returns
@@ -43,6 +44,8 @@ class KeptKeys:
         indices: int32 (B, heads, w), contiguous: the kept keys in any order, none twice; -1: an empty place.
         scores: (B, heads, w), contiguous, float16, bfloat16, float32 or float64: their scores; anything in empty
             places. Without a gradient.
+        lengths: int32 (B, heads), contiguous, or None: how many keys the cache had when these were its best, which
+            `append_` keeps up to date; -1: they are not the best of any.
 
     Raises:
         TypeError: not tensors. ValueError: dtypes, shapes or devices; scores that require a gradient.
@@ -50,6 +53,7 @@ class KeptKeys:
 
     indices: Tensor
     scores: Tensor
+    lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_tensor("indices", self.indices)
@@ -70,6 +74,18 @@ class KeptKeys:
                 "indices and scores must be on one device; "
                 f"got indices on {self.indices.device}, scores on {self.scores.device}"
             )
+        check_optional_tensor("lengths", self.lengths)
+        if self.lengths is not None:
+            if self.lengths.dtype != torch.int32 or self.lengths.shape != self.indices.shape[:2]:
+                raise ValueError(
+                    "lengths must be int32 (B, heads) for indices (B, heads, w); "
+                    f"got {_shown('lengths', self.lengths)}, indices {tuple(self.indices.shape)}"
+                )
+            if self.lengths.device != self.indices.device:
+                raise ValueError(
+                    "lengths must be on the device of indices; "
+                    f"got lengths on {self.lengths.device}, indices on {self.indices.device}"
+                )
         if self.scores.requires_grad:
             raise ValueError("scores must not require a gradient, since they are written to; got scores that do")
 
@@ -89,7 +105,10 @@ class KeptKeys:
 
     def to(self, device: torch.device | str) -> KeptKeys:
         """The same on `device`."""
-        return KeptKeys(self.indices.to(device), self.scores.to(device))
+        return KeptKeys(*(None if tensor is None else tensor.to(device) for tensor in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.indices, self.scores, self.lengths
 
     @classmethod
     def empty(
@@ -119,7 +138,8 @@ class KeptKeys:
         if dtype not in _FLOATING:
             raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got dtype {dtype}")
         indices = torch.full(shape, -1, dtype=torch.int32, device=device)
-        return cls(indices, torch.full(shape, -torch.inf, dtype=dtype, device=device))
+        scores = torch.full(shape, -torch.inf, dtype=dtype, device=device)
+        return cls(indices, scores, torch.zeros(shape[:2], dtype=torch.int32, device=device))
 
     @classmethod
     def from_scores(
@@ -155,9 +175,13 @@ class KeptKeys:
         shape = (*kept.shape[:2], window_size + 1)
         indices = torch.full(shape, -1, dtype=torch.int32, device=kept.device).scatter_(2, place, key)
         held = scores.new_full(shape, -torch.inf).scatter_(2, place, scores.detach())
-        return cls(indices[..., :window_size].contiguous(), held[..., :window_size].contiguous())
+        if seqlens_k is None:
+            lengths = torch.full(kept.shape[:2], kept.shape[2], dtype=torch.int32, device=kept.device)
+        else:
+            lengths = seqlens_k.clamp(0, kept.shape[2])[:, None].expand(kept.shape[:2]).contiguous()
+        return cls(indices[..., :window_size].contiguous(), held[..., :window_size].contiguous(), lengths)
 
-    def append_(self, new_scores: Tensor, positions: Tensor) -> KeyIndices:
+    def append_(self, new_scores: Tensor, positions: Tensor, cache_scores: Tensor | None = None) -> KeyIndices:
         """Takes new keys in, in place, in O(w) time for each, however many keys the cache has.
 
         Afterwards this holds the keys that `select_keys` on all scores so far would keep for the last row: a new key
@@ -169,6 +193,10 @@ class KeptKeys:
                 kept, as of padding.
             positions: int32 (B), the index of the first of the new keys of each batch element, above those of all keys
                 before; the others follow. A new key with a negative index is never kept.
+            cache_scores: (B, heads, Sk), any strides, of the dtype of `scores`, or None; detached: of all keys of the
+                cache by index, -inf where one is hidden. Needs `lengths`. Where these are not the positions, since keys
+                were taken off the cache's end or came without this call, the best keys before the positions are found
+                anew, in O(Sk) time, and then the new ones are taken in. The host does not wait for that, either.
 
         Returns:
             The mask for S query rows at the new keys, lists (B, heads, S, w): row i sees the keys kept after the new
@@ -177,11 +205,14 @@ class KeptKeys:
             has nothing left to hide.
 
         Raises:
-            TypeError: not tensors. ValueError: their shapes, dtypes or devices; tensors that are not contiguous.
+            TypeError: not tensors. ValueError: their shapes, dtypes or devices; tensors that are not contiguous;
+            cache_scores without lengths.
         """
         check_tensor("new_scores", new_scores)
         check_tensor("positions", positions)
-        return KeyIndices(_library.append_kept_keys(self.indices, self.scores, new_scores, positions))
+        check_optional_tensor("cache_scores", cache_scores)
+        state = self.indices, self.scores, new_scores, positions, self.lengths, cache_scores
+        return KeyIndices(_library.append_kept_keys(*state))
 
     def reorder_(self, beam_idx: Tensor) -> KeptKeys:
         """Batch element b becomes what beam_idx[b] was, in place, as in a cache whose beams are reordered.
@@ -206,8 +237,9 @@ class KeptKeys:
                 f"beam_idx must be on the device of indices; got beam_idx on {beam_idx.device}, "
                 f"indices on {self.device}"
             )
-        for tensor in (self.indices, self.scores):
-            tensor.copy_(tensor.index_select(0, beam_idx))
+        for tensor in self._tensors():
+            if tensor is not None:
+                tensor.copy_(tensor.index_select(0, beam_idx))
         return self
 
 
@@ -231,19 +263,23 @@ def _refuse_windows(sliding_window: object) -> None:
         )
 
 
+_HELD = ("indices", "scores", "lengths")
+
+
 def _flatten(kept: KeptKeys) -> tuple[list[object], None]:
-    return [kept.indices, kept.scores], None
+    values = [getattr(kept, name) for name in _HELD]
+    return values if values[-1] is not None else values[:-1], None
 
 
 def _flatten_with_keys(kept: KeptKeys) -> tuple[list[tuple[pytree.KeyEntry, object]], None]:
-    return [(pytree.GetAttrKey(name), getattr(kept, name)) for name in ("indices", "scores")], None
+    return [(pytree.GetAttrKey(name), value) for name, value in zip(_HELD, _flatten(kept)[0], strict=False)], None
 
 
 def _unflatten(values: Sequence[object], _: None) -> KeptKeys:
     # Unchecked, since the leaves of a tree need not be tensors: vmap's dimensions, shardings, shapes.
-    kept = object.__new__(KeptKeys)
-    for name, value in zip(("indices", "scores"), values, strict=True):
-        object.__setattr__(kept, name, value)
+    kept, held = object.__new__(KeptKeys), dict(zip(_HELD, values, strict=False))
+    for name in _HELD:
+        object.__setattr__(kept, name, held.get(name))
     return kept
 
 

@@ -6,6 +6,34 @@
 
 namespace flash_dmattn::internal {
 
+namespace {
+
+Status read_cache_scores(const TensorView& cache_scores, const KeptKeys& kept, KeptKeysProblem* problem) {
+  if (cache_scores.rank == 0) return {};
+  if (Status status = check_rank("cache_scores", cache_scores, 3, 3); !status.ok()) return status;
+  if (cache_scores.dtype != kept.scores.dtype) {
+    return Status::invalid(
+        "cache_scores", "must have the dtype of scores",
+        show_dtype("cache_scores", cache_scores.dtype) + ", " + show_dtype("scores", kept.scores.dtype));
+  }
+  const Dims& shape = kept.indices.shape;
+  if (cache_scores.shape[0] != shape[0] || cache_scores.shape[1] != shape[1]) {
+    return Status::invalid("cache_scores", "must be (B, heads, Sk) for indices (B, heads, w)",
+                           show("cache_scores", cache_scores) + ", " + show("indices", kept.indices));
+  }
+  if (kept.lengths.rank == 0) {
+    return Status::invalid("cache_scores", "needs the lengths of the kept keys", show("cache_scores", cache_scores));
+  }
+  if (Status status = check_length("cache_scores", cache_scores, cache_scores.shape[2]); !status.ok()) return status;
+  if (Status status = check_memory("cache_scores", cache_scores, Layout::kAny); !status.ok()) return status;
+  problem->cache_scores = cache_scores.data;
+  problem->cache_keys = cache_scores.shape[2];
+  std::copy_n(cache_scores.strides.begin(), 3, problem->cache_score_strides);
+  return {};
+}
+
+}  // namespace
+
 Status make_kept_keys_problem(const NewKeys& new_keys, const KeptKeys& kept, const TensorView& lists,
                               KeptKeysProblem* problem) {
   *problem = {};
@@ -39,6 +67,13 @@ Status make_kept_keys_problem(const NewKeys& new_keys, const KeptKeys& kept, con
   if (status = check_memory("new_scores", new_scores, Layout::kAny); !status.ok()) return status;
   status = check_expected({"positions", &new_keys.positions, DType::kInt32, "(B)", 1, {batch}, Layout::kAny});
   if (!status.ok()) return status;
+  if (kept.lengths.rank != 0) {
+    const Dims shape = {batch, heads};
+    status = check_expected({"lengths", &kept.lengths, DType::kInt32, "(B, heads)", 2, shape, Layout::kContiguous});
+    if (!status.ok()) return status;
+    problem->lengths = static_cast<std::int32_t*>(kept.lengths.data);
+  }
+  if (status = read_cache_scores(new_keys.cache_scores, kept, problem); !status.ok()) return status;
   if (lists.rank != 0) {
     const Dims shape = {batch, heads, rows, window};
     status = check_expected({"lists", &lists, DType::kInt32, "(B, heads, S, w)", 4, shape, Layout::kContiguous});

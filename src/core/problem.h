@@ -157,8 +157,23 @@ struct KeptKeysProblem {
   std::int64_t new_score_strides[3] = {};  // batch, head, new key; in elements
   const std::int32_t* positions = nullptr;
   std::int64_t positions_stride = 0;
-  std::int32_t* lists = nullptr;  // contiguous (batch, heads, new_keys, window); null: not wanted
+  std::int32_t* lists = nullptr;             // contiguous (batch, heads, new_keys, window); null: not wanted
+  std::int32_t* lengths = nullptr;           // contiguous (batch, heads); null: nobody asks
+  const void* cache_scores = nullptr;        // null: lengths are not looked at
+  std::int64_t cache_keys = 0;               // that have scores there
+  std::int64_t cache_score_strides[3] = {};  // batch, head, key; in elements
 };
+
+// The number of keys in front of a new one, and the length of a cache that ends with `count` of them, as it is kept.
+constexpr std::int64_t keys_before(std::int64_t position) { return position < 0 ? 0 : position; }
+constexpr std::int32_t length_after(std::int64_t position, std::int64_t count) {
+  const std::int64_t length = keys_before(position + count);
+  return static_cast<std::int32_t>(length < INT32_MAX ? length : INT32_MAX);
+}
+// Whether a call of at least one (batch, head) has anything to do.
+constexpr bool changes_something(const KeptKeysProblem& problem) {
+  return problem.lengths != nullptr || (problem.window > 0 && problem.new_keys > 0);
+}
 
 // The intervals that say the same as a dense mask, if there are any.
 struct MaskIntervalsProblem {

@@ -30,6 +30,56 @@ Place<Format> lowest_place(const std::int32_t* indices, const typename Format::B
   return lowest;
 }
 
+// The scores of a cache's first keys, for one (batch, head).
+template <typename Format>
+struct CacheScores {
+  const typename Format::Bits* scores;
+  std::int64_t stride, keys;
+
+  // 0: never kept.
+  LiveKey<typename Format::Bits> key(std::int64_t index) const {
+    const auto rank = rank_of<Format>(scores[index * stride]);
+    return rank == 0 ? 0 : live_key(rank, index);
+  }
+};
+
+// The lowest of the `window` best keys, or of fewer if there are not so many: digit by digit, from how many keys that
+// agree with it so far have each next digit. Needs no memory, whatever the window is.
+template <typename Format>
+LiveKey<typename Format::Bits> lowest_of_best(const CacheScores<Format>& cache, std::int64_t window) {
+  using Key = LiveKey<typename Format::Bits>;
+  constexpr int kDigit = 8, kKeyBits = 32 + 8 * sizeof(typename Format::Bits);
+  Key prefix = 0, known = 0;  // the digits found, and which bits these are
+  std::int64_t wanted = window;
+  for (int shift = kKeyBits - kDigit; shift >= 0; shift -= kDigit) {
+    std::int64_t counts[1 << kDigit] = {};
+    for (std::int64_t index = 0; index < cache.keys; ++index) {
+      const Key key = cache.key(index);
+      if (key != 0 && (key & known) == prefix) ++counts[static_cast<int>(key >> shift & ((1 << kDigit) - 1))];
+    }
+    int digit = (1 << kDigit) - 1;
+    while (digit > 0 && counts[digit] < wanted) wanted -= counts[digit--];
+    prefix |= static_cast<Key>(digit) << shift;
+    known |= static_cast<Key>((1 << kDigit) - 1) << shift;
+  }
+  return prefix;
+}
+
+// The best keys of the cache, by index, in the first places.
+template <typename Format>
+void choose_anew(const CacheScores<Format>& cache, std::int64_t window, std::int32_t* indices,
+                 typename Format::Bits* scores) {
+  const auto lowest = lowest_of_best(cache, window);
+  std::int64_t place = 0;
+  for (std::int64_t index = 0; index < cache.keys && place < window; ++index) {
+    const auto key = cache.key(index);
+    if (key == 0 || key < lowest) continue;
+    indices[place] = static_cast<std::int32_t>(index);
+    scores[place++] = cache.scores[index * cache.stride];
+  }
+  std::fill(indices + place, indices + window, -1);
+}
+
 // One (batch, head).
 template <typename Format>
 void append_head(const KeptKeysProblem& problem, std::int64_t batch, std::int64_t head) {
@@ -42,6 +92,18 @@ void append_head(const KeptKeysProblem& problem, std::int64_t batch, std::int64_
   Bits* scores = static_cast<Bits*>(problem.scores) + position * window;
   std::int32_t* list = problem.lists;
   if (list != nullptr) list += position * problem.new_keys * window;
+  bool is_known = true;
+  if (problem.lengths != nullptr) {
+    is_known = problem.lengths[position] == keys_before(first);
+    problem.lengths[position] = length_after(first, problem.new_keys);
+  }
+  if (window == 0) return;
+  if (!is_known && problem.cache_scores != nullptr) {
+    const auto* of_head = static_cast<const Bits*>(problem.cache_scores) + batch * problem.cache_score_strides[0] +
+                          head * problem.cache_score_strides[1];
+    const std::int64_t keys = std::min(keys_before(first), problem.cache_keys);
+    choose_anew<Format>({of_head, problem.cache_score_strides[2], keys}, window, indices, scores);
+  }
 
   Place<Format> lowest;
   bool is_lowest_known = false;
@@ -77,7 +139,7 @@ void append_on_host(const KeptKeysProblem& problem, Executor& executor) {
                       : problem.dtype == DType::kFloat32  ? append_head<Float32Format>
                                                           : append_head<Float64Format>;
   const std::int64_t tasks = problem.batch * problem.heads;
-  if (tasks == 0 || problem.window == 0 || problem.new_keys == 0) return;
+  if (tasks == 0 || !changes_something(problem)) return;
   std::atomic<std::int64_t> next{0};
   const auto work = [&](int) {
     for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {

@@ -9,6 +9,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention_testing.h"
@@ -121,6 +122,86 @@ TEST(KeptKeys, AreThoseThatASelectionFromAllKeysKeeps) {
   }
 }
 
+// The cache is not the one that the lengths tell of: keys were taken off its end and replaced, or added by somebody
+// else.
+TEST(KeptKeys, AreChosenAnewWhereTheCacheIsAnother) {
+  std::mt19937 rng(3);
+  const DType dtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64};
+  constexpr std::int64_t kKeys = 60;
+  for (int round = 0; round < 300; ++round) {
+    const DType dtype = dtypes[round % 4];
+    const std::int64_t window = round % 9 == 0 ? 100 : static_cast<std::int64_t>(rng() % 12);
+    Tensor scores = random_scores(dtype, kKeys, rng);
+    State state(dtype, window);
+    Tensor lengths(DType::kInt32, {kBatch, kHeads});
+    lengths.fill([] { return -1.0; });
+    KeptKeys kept = state.kept();
+    kept.lengths = lengths.view();
+    internal::ThreadPool pool(1 + round % 3);
+    std::int64_t length = 0;
+    for (int step = 0; step < 12; ++step) {
+      const auto rows = static_cast<std::int64_t>(rng() % 5);
+      const bool continues = step > 0 && rng() % 2 == 0 && length + rows <= kKeys;
+      if (!continues) {
+        length = static_cast<std::int64_t>(rng() % (kKeys - 5));
+        const Tensor others = random_scores(dtype, kKeys, rng);
+        for (std::size_t i = 0; i < scores.count(); ++i) {
+          if (static_cast<std::int64_t>(i) % kKeys >= length) scores.set(i, others.get(i));
+        }
+        lengths.fill([&] { return static_cast<double>(length) + (rng() % 2 == 0 ? 1.0 : -1.0); });
+      }
+      Tensor positions(DType::kInt32, {kBatch}), lists(DType::kInt32, {kBatch, kHeads, rows, window});
+      positions.fill([&] { return static_cast<double>(length); });
+      NewKeys new_keys = {slice(scores, length, length + rows), positions.view()};
+      // Scores of new and of later keys may be there or not.
+      const std::int64_t known = rng() % 2 == 0 ? kKeys : length;
+      if (!continues || rng() % 2 == 0) new_keys.cache_scores = slice(scores, 0, known);
+      const Status status = append_kept_keys(new_keys, kept, lists.view(), {&pool});
+      ASSERT_TRUE(status.ok()) << status.message();
+      for (std::int64_t head = 0; head < kBatch * kHeads; ++head) {
+        ASSERT_EQ(lengths.get(static_cast<std::size_t>(head)), static_cast<double>(length + rows));
+        for (std::int64_t row = 0; row < rows; ++row) {
+          const Keys expected = selected(scores, length + row + 1, window);
+          ASSERT_EQ(keys_in(lists, head * rows + row, window), expected[static_cast<std::size_t>(head)]) << round;
+        }
+        const Keys expected = selected(scores, length + rows, window);
+        ASSERT_EQ(keys_in(state.indices, head, window), expected[static_cast<std::size_t>(head)]) << round;
+      }
+      length += rows;
+    }
+  }
+}
+
+// Heads that continue are left alone.
+TEST(KeptKeys, AreChosenAnewHeadByHead) {
+  std::mt19937 rng(4);
+  constexpr std::int64_t kKeys = 30, kWindow = 5;
+  const Tensor scores = random_scores(DType::kFloat32, kKeys, rng);
+  State state(DType::kFloat32, kWindow);
+  state.indices.fill([] { return 7.0; });
+  Tensor lengths(DType::kInt32, {kBatch, kHeads}), positions(DType::kInt32, {kBatch});
+  positions.fill([] { return 20.0; });
+  for (std::size_t head = 0; head < lengths.count(); ++head) lengths.set(head, head % 2 == 0 ? 20 : 19);
+  KeptKeys kept = state.kept();
+  kept.lengths = lengths.view();
+  ASSERT_TRUE(append_kept_keys({slice(scores, 20, 20), positions.view(), scores.view()}, kept).ok());
+  const Keys expected = selected(scores, 20, kWindow);
+  for (std::size_t head = 0; head < lengths.count(); ++head) {
+    EXPECT_EQ(lengths.get(head), 20);
+    if (head % 2 == 0) {
+      EXPECT_EQ(state.indices.get(head * kWindow), 7);
+    } else {
+      EXPECT_EQ(keys_in(state.indices, static_cast<std::int64_t>(head), kWindow), expected[head]);
+    }
+  }
+  // Before the first key, and at the end of what an index can be.
+  for (const auto& [position, length] : {std::pair{-3.0, 0.0}, {2147483647.0, 2147483647.0}}) {
+    positions.fill([position = position] { return position; });
+    ASSERT_TRUE(append_kept_keys({slice(scores, 0, 2), positions.view(), scores.view()}, kept).ok());
+    for (std::size_t head = 0; head < lengths.count(); ++head) EXPECT_EQ(lengths.get(head), length);
+  }
+}
+
 TEST(KeptKeys, StartFromASelectionAndFromDifferentPositions) {
   std::mt19937 rng(2);
   constexpr std::int64_t kKeys = 40, kWindow = 6;
@@ -191,6 +272,23 @@ TEST(KeptKeys, RefuseBadArguments) {
   EXPECT_EQ(argument_of({scores.view(), {}}, state.kept(), {}), "positions");
   EXPECT_EQ(argument_of({scores.view(), Tensor(DType::kInt32, {kHeads}).view()}, state.kept(), {}), "positions");
   EXPECT_EQ(argument_of(good, state.kept(), state.indices.view()), "lists");
+
+  const Tensor lengths(DType::kInt32, {kBatch, kHeads}), cache(DType::kFloat32, {kBatch, kHeads, 9});
+  const auto with_lengths = [&](const TensorView& its_lengths) {
+    return KeptKeys{state.indices.view(), state.scores.view(), its_lengths};
+  };
+  const auto with_cache = [&](const TensorView& its_cache) {
+    return NewKeys{scores.view(), positions.view(), its_cache};
+  };
+  EXPECT_EQ(argument_of(with_cache(cache.view()), with_lengths(lengths.view()), {}), "");
+  EXPECT_EQ(argument_of(good, with_lengths(positions.view()), {}), "lengths");
+  EXPECT_EQ(argument_of(good, with_lengths(scores.view()), {}), "lengths");
+  EXPECT_EQ(argument_of(with_cache(cache.view()), state.kept(), {}), "cache_scores");
+  EXPECT_EQ(argument_of(with_cache(lengths.view()), with_lengths(lengths.view()), {}), "cache_scores");
+  EXPECT_EQ(argument_of(with_cache(lists.view()), with_lengths(lengths.view()), {}), "cache_scores");
+  EXPECT_EQ(
+      argument_of(with_cache(Tensor(DType::kFloat32, {kHeads, kHeads, 9}).view()), with_lengths(lengths.view()), {}),
+      "cache_scores");
 }
 
 }  // namespace

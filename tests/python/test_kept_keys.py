@@ -179,6 +179,54 @@ def test_crop_begins_again_from_the_scores_that_are_left() -> None:
     assert_holds(kept, torch.cat([scores[..., :35], again], 2))
 
 
+def test_crop_is_found_on_the_device() -> None:
+    """Where the scores of all keys are given: by head and batch element, whatever the host has been told."""
+    scores, window = torch.randint(-9, 10, (3, 2, 200)).float(), 12
+    kept, lengths = KeptKeys.from_scores(scores[..., :60], window), at(60, 60, 60)
+    for step in range(12):
+        change = step % 4
+        if change == 1:
+            kept.append_(torch.full((3, 2, 5), 99.0), lengths, scores)  # that are taken back
+        elif change == 2:
+            lengths = lengths + at(0, 3, -7)  # some came otherwise, others are taken back
+        elif change == 3:
+            kept.lengths.fill_(-1)
+            kept.indices.fill_(5)
+        rows = 1 + step % 3
+        new = torch.stack([one[:, n : n + rows] for one, n in zip(scores, lengths.tolist(), strict=True)])
+        mask, lengths = kept.append_(new, lengths, scores), lengths + rows
+        assert torch.equal(kept.lengths, lengths[:, None].expand(3, 2))
+        assert_holds(kept, scores, lengths)
+        assert torch.equal(shown_by(mask.indices, 200), visible_keys(scores, window, rows, seqlens_k=lengths))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_choosing_anew_equals_a_selection(dtype: torch.dtype) -> None:
+    """With special values and ties, from scores of any strides, more or fewer than are kept."""
+    values = torch.tensor(special_values(dtype), dtype=dtype)
+    scores = values[torch.randint(0, len(values), (2, 700, 3))].transpose(1, 2)
+    for keys in (0, 1, 300, 700):
+        for window in (0, 1, 40, 299, 800):
+            kept = KeptKeys.empty(2, 3, window, dtype=dtype)
+            kept.lengths.fill_(-1)
+            kept.append_(scores[..., :0], at(keys, keys), scores)
+            assert_holds(kept, scores, at(keys, keys))
+
+
+def test_lengths_say_what_is_kept() -> None:
+    assert KeptKeys.empty(2, 3, 4).lengths.tolist() == [[0] * 3] * 2
+    scores = torch.randn(2, 3, 20)
+    assert KeptKeys.from_scores(scores, 4).lengths.tolist() == [[20] * 3] * 2
+    kept = KeptKeys.from_scores(scores, 4, at(25, 7))
+    assert kept.lengths.tolist() == [[20] * 3, [7] * 3]
+    kept.reorder_(at(1, 0))
+    kept.append_(scores[..., :5], at(7, 20))
+    assert kept.lengths.tolist() == [[12] * 3, [25] * 3]
+    unknown = KeptKeys(kept.indices, kept.scores)
+    unknown.append_(scores[..., :1], at(12, 25))
+    assert unknown.lengths is None
+
+
 def test_reorder() -> None:
     scores = torch.randn(3, 2, 40)
     kept = KeptKeys.from_scores(scores, 7)
@@ -246,7 +294,9 @@ def test_inference_mode() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(rows: int, dtype: torch.dtype) -> None:
     kept = KeptKeys.from_scores(torch.randn(2, 3, 9).to(dtype), 4)
-    opcheck(APPEND, (kept.indices, kept.scores, torch.randn(2, 3, rows).to(dtype), at(9, 9)))
+    state = kept.indices, kept.scores, torch.randn(2, 3, rows).to(dtype), at(9, 9)
+    opcheck(APPEND, state)
+    opcheck(APPEND, (*state, kept.lengths, torch.randn(2, 3, 30).to(dtype)))
 
 
 def test_compiles_once_for_all_lengths() -> None:
@@ -286,9 +336,13 @@ def test_compiles_from_scores() -> None:
 def test_is_a_pytree() -> None:
     kept = KeptKeys.empty(1, 2, 3)
     leaves, spec = pytree.tree_flatten(kept)
-    assert [id(leaf) for leaf in leaves] == [id(kept.indices), id(kept.scores)]
-    assert isinstance(pytree.tree_unflatten(leaves, spec), KeptKeys)
-    assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(kept)[0]] == [".indices", ".scores"]
+    assert [id(leaf) for leaf in leaves] == [id(kept.indices), id(kept.scores), id(kept.lengths)]
+    other = pytree.tree_unflatten(leaves, spec)
+    assert isinstance(other, KeptKeys) and other.lengths is kept.lengths
+    names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(kept)[0]]
+    assert names == [".indices", ".scores", ".lengths"]
+    without = pytree.tree_map(torch.clone, KeptKeys(kept.indices, kept.scores))
+    assert without.lengths is None and without.shape == (1, 2, 3)
 
 
 @pytest.mark.parametrize("copied", ["copy", "pickle", "torch", "to"])
@@ -309,6 +363,7 @@ def test_survives_copies(copied: str) -> None:
     assert isinstance(other, KeptKeys) and other.shape == (1, 2, 4)
     assert torch.equal(other.indices, kept.indices.to(other.device))
     assert torch.equal(other.scores, kept.scores.to(other.device))
+    assert torch.equal(other.lengths, kept.lengths.to(other.device))
 
 
 # ---- Errors
@@ -348,6 +403,18 @@ WRONG_STATES = {
         "indices and scores must be on one device; got indices on cpu, scores on meta",
     ),
     "gradient": ({"scores": torch.zeros(2, 3, 4, requires_grad=True)}, ValueError, "scores must not require a gradie"),
+    "lengths type": ({"lengths": 4}, TypeError, "lengths must be a torch.Tensor or None; got lengths of type int"),
+    "lengths dtype": ({"lengths": torch.zeros(2, 3)}, ValueError, "lengths must be int32 (B, heads) for indices"),
+    "lengths shape": (
+        {"lengths": torch.zeros(2, dtype=torch.int32)},
+        ValueError,
+        "lengths must be int32 (B, heads) for indices (B, heads, w); got lengths int32 (2,), indices (2, 3, 4)",
+    ),
+    "lengths device": (
+        {"lengths": torch.zeros(2, 3, dtype=torch.int32, device="meta")},
+        ValueError,
+        "lengths must be on the device of indices; got lengths on meta, indices on cpu",
+    ),
 }
 
 
@@ -374,6 +441,10 @@ WRONG_STEPS = {
     "device": (
         {"positions": at(1, 1).to("meta")},
         "positions must be on the device of indices; got positions on meta, indices on cpu",
+    ),
+    "no lengths": (
+        {"cache_scores": torch.zeros(2, 3, 9)},
+        "cache_scores needs the lengths of the kept keys; got cache_scores (2, 3, 9)",
     ),
 }
 

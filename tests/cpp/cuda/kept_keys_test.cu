@@ -25,8 +25,8 @@ using cuda::to_host;
 using cuda::uniform;
 
 struct State {
-  std::vector<std::int32_t> indices, positions, lists;
-  std::vector<std::uint8_t> scores, new_scores;
+  std::vector<std::int32_t> indices, positions, lists, lengths;
+  std::vector<std::uint8_t> scores, new_scores, cache_scores;
 };
 
 // Few distinct scores, so that there are ties, and the highest and lowest of all bits: NaN, infinities, lowest values.
@@ -61,7 +61,16 @@ void expect_same_as_on_host(Rng& rng, std::int64_t window) {
   state.scores.resize(places * size);
   fill_scores(rng, p.dtype, &state.scores);  // an empty place is empty whatever its score is
   const std::int64_t first = uniform(rng, 0, 3) == 0 ? std::numeric_limits<std::int32_t>::max() - 20 : 0;
-  DeviceMemory indices(state.indices), scores(state.scores);
+  // Lengths that are right and wrong, and the scores of a cache that both choose from.
+  const bool has_lengths = rng() % 3 != 0;
+  state.lengths.assign(static_cast<std::size_t>(p.batch * p.heads), 0);
+  p.cache_keys = uniform(rng, 0, 700);
+  const std::int64_t key_step = uniform(rng, 1, 2), head_stride = p.cache_keys * key_step + uniform(rng, 0, 2);
+  p.cache_score_strides[0] = p.heads * head_stride, p.cache_score_strides[1] = head_stride;
+  p.cache_score_strides[2] = key_step;
+  state.cache_scores.resize(static_cast<std::size_t>(p.batch * p.heads * head_stride) * size);
+  fill_scores(rng, p.dtype, &state.cache_scores);
+  DeviceMemory indices(state.indices), scores(state.scores), cache_scores(state.cache_scores);
   for (std::int64_t done = 0; done < 40;) {
     p.new_keys = uniform(rng, 0, 16);
     const std::int64_t step = uniform(rng, 1, 2), row_stride = 16 * step + uniform(rng, 0, 2);
@@ -74,7 +83,12 @@ void expect_same_as_on_host(Rng& rng, std::int64_t window) {
     for (auto& position : state.positions) {
       position = static_cast<std::int32_t>(first + done - (rng() % 5 == 0 ? 8 : 0));
     }
-    const bool listed = rng() % 4 != 0;
+    const bool listed = rng() % 4 != 0, has_cache = has_lengths && rng() % 3 != 0;
+    if (rng() % 3 == 0) {
+      for (std::int32_t& length : state.lengths) length = static_cast<std::int32_t>(first + rng() % 40);
+      for (std::int32_t& position : state.positions) position = static_cast<std::int32_t>(rng() % 800);
+    }
+    DeviceMemory lengths(state.lengths);
     state.lists.assign(places * static_cast<std::size_t>(p.new_keys), -7);
     DeviceMemory new_scores(state.new_scores), positions(state.positions), lists(state.lists);
 
@@ -82,11 +96,15 @@ void expect_same_as_on_host(Rng& rng, std::int64_t window) {
     on_host.indices = state.indices.data(), on_host.scores = state.scores.data();
     on_host.new_scores = state.new_scores.data(), on_host.positions = state.positions.data();
     on_host.lists = listed ? state.lists.data() : nullptr;
+    on_host.lengths = has_lengths ? state.lengths.data() : nullptr;
+    on_host.cache_scores = has_cache ? state.cache_scores.data() : nullptr;
     append_on_host(on_host, default_executor());
 
     p.indices = static_cast<std::int32_t*>(indices.get()), p.scores = scores.get();
     p.new_scores = new_scores.get(), p.positions = static_cast<const std::int32_t*>(positions.get());
     p.lists = listed ? static_cast<std::int32_t*>(lists.get()) : nullptr;
+    p.lengths = has_lengths ? static_cast<std::int32_t*>(lengths.get()) : nullptr;
+    p.cache_scores = has_cache ? cache_scores.get() : nullptr;
     expect_success(cuda::append_kept_keys(p, nullptr));
     expect_success(cudaDeviceSynchronize());
     ASSERT_EQ(to_host(static_cast<const std::int32_t*>(indices.get()), static_cast<std::int64_t>(places)),
@@ -95,6 +113,8 @@ void expect_same_as_on_host(Rng& rng, std::int64_t window) {
               state.scores);
     ASSERT_EQ(to_host(static_cast<const std::int32_t*>(lists.get()), static_cast<std::int64_t>(state.lists.size())),
               state.lists);
+    ASSERT_EQ(to_host(static_cast<const std::int32_t*>(lengths.get()), static_cast<std::int64_t>(state.lengths.size())),
+              state.lengths);
     done += p.new_keys;
   }
 }
