@@ -1,21 +1,23 @@
 """What a Doge layer knows of the keys in its cache while tokens are generated: their scores, and which are the best.
 
-Scores of cached keys are not computed again, and one new key can only put out one of the best. How the best are kept
-depends on the device: on the CPU as `KeptKeys`, which take several new keys at once and follow caches that are cropped
-or reordered; on GPUs, whose kernels for few rows read masks and no lists, as a bool for every key.
+Scores of cached keys are not computed again, and a new key can only put out one of the best (`KeptKeys`). In eager code
+what is known of a layer holds as long as its values are the same tensor and count no write but those of the layer
+itself. Compiled code cannot ask for that. For static caches all is in tensors that stay where they are (`SlotScores`,
+an attribute of the cache's layer); how many keys it is true of is one of them, and where the cache has another number
+the best are chosen anew, on the device.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..kept_keys import MAX_NEW_KEYS, KeptKeys
@@ -28,9 +30,88 @@ def key_scores(module: DogeAttention, value: Tensor) -> Tensor:
     return torch.exp(module.A * F.softplus(module.dt_proj(value))).transpose(1, 2)
 
 
+@dataclass(eq=False)
+class Best:
+    """The best keys of a layer."""
+
+    kept: KeptKeys
+    key_mask: Tensor | None = None  # bool (B or 1, 1, keys): the keys that they were chosen from, None: all
+
+    @classmethod
+    def unknown(cls, scores: Tensor, window_size: int) -> Best:
+        """To be chosen by the first step that asks for them. scores: (B, Hkv, keys)"""
+        batch, heads = scores.shape[:2]
+        best = cls(KeptKeys.empty(batch, heads, window_size, dtype=scores.dtype, device=scores.device))
+        best.forget()
+        return best
+
+    def forget(self) -> None:
+        self.kept.lengths.fill_(-1)
+        self.key_mask = None
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        self.kept.reorder_(beam_idx)
+        if self.key_mask is not None and len(self.key_mask) > 1:
+            self.key_mask = self.key_mask.index_select(0, beam_idx)
+
+
+@dataclass(eq=False)
+class SlotScores:
+    """Of a static cache's layer: scores of its slots, those of keys, and the best of these. Steps in eager code and in
+    compiled code write to the same tensors. It holds as long as nobody but the layer itself and methods of the cache
+    write to the layer's tensors."""
+
+    module: ref[DogeAttention]  # whose scores these are
+    values: ref[Tensor]
+    scores: Tensor  # (B, Hkv, slots)
+    best: Best
+    is_stepping: bool = False  # the layer itself puts keys into the cache
+    is_known: bool = True  # nobody else has
+
+    def is_of(self, module: DogeAttention, layer: CacheLayerMixin) -> bool:
+        # Compiled code is kept for the modules that it was made for if their numbers are compared (of which it makes
+        # guards, and of `is` none), for the tensors in either way.
+        return id(self.module()) == id(module) and self.values() is layer.values
+
+    def take(self, module: DogeAttention, values: Tensor, scores: Tensor) -> bool:
+        """Becomes what is known of these values, where tensors of the same sizes are wanted."""
+        same = self.scores.shape == scores.shape and self.scores.dtype == scores.dtype
+        if not same or self.scores.device != scores.device:
+            return False
+        self.module, self.values = ref(module), ref(values)
+        self.fill(scores)
+        return True
+
+    def fill(self, scores: Tensor) -> None:
+        self.scores.copy_(scores)
+        self.best.forget()
+        self.is_known = True
+
+    def reorder(self, values: Tensor, beam_idx: Tensor) -> None:
+        """Follows the layer, whose reordered values these are."""
+        self.scores.copy_(self.scores.index_select(0, beam_idx))
+        self.best.reorder(beam_idx)
+        self.values = ref(values)
+
+    def __reduce__(self) -> tuple:
+        """Copies of a cache know nothing: what is known is of certain tensors and of a certain module."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+_SLOT_SCORES = "flash_dmattn_slot_scores"
+
+
+def slot_scores_of(layer: CacheLayerMixin | None) -> SlotScores | None:
+    return getattr(layer, _SLOT_SCORES, None)
+
+
 @dataclass
 class KnownScores:
-    """What is known of a cache layer's values, as long as they are the same tensor and were not written to.
+    """What eager code knows of a cache layer's values, as long as they are the same tensor and were not written to.
 
     Its tensors are written to in every step. They are made and used only where no gradients are recorded, so that no
     graph holds them.
@@ -40,23 +121,18 @@ class KnownScores:
     values: ref[Tensor]
     versions: tuple[int, ...]
     keys: int  # how many there are, in a static cache slots
-    scores: Tensor  # (B, Hkv, slots): those of the keys, then room for more. NaN is infinity here
-    infinity: Tensor  # one of them
-    kept: Tensor | None = None  # bool (B, Hkv, slots): the best of all keys. Slots that are not filled yet are True
-    window_size: int = 0  # how many these are
-    newer: int = 0  # keys that came after they were chosen
-    kept_keys: KeptKeys | None = None  # on the CPU, in the place of `kept` and `window_size`
-    key_mask: Tensor | None = None  # bool (B or 1, 1, keys): the keys that it was chosen from
+    scores: Tensor  # (B, Hkv, slots): those of the keys, then room for more
+    best: Best | None = None
 
     def hold_for(self, module: DogeAttention, layer: CacheLayerMixin) -> bool:
         if self.module() is not module:
             return False
         is_same = self.values() is layer.values and self.versions == _versions(layer)
-        return is_same or (_keeps_lists(self.scores) and self._follow_crop(layer))
+        return is_same or self._follow_crop(layer)
 
     def _follow_crop(self, layer: CacheLayerMixin) -> bool:
-        """If nothing was done to the layer but to take keys off its end, forgets these. What they put out of the best
-        comes back, which only the scores of all keys can tell: the best are chosen anew. False: more was done."""
+        """If nothing was done to the layer but to take keys off its end, forgets their scores. (That what they put out
+        of the best comes back the next step finds by the number of keys.) False: more was done."""
         values, cropped = self.values(), layer.values
         if values is None or cropped is None or cropped._version != self.versions[0]:
             return False
@@ -71,23 +147,16 @@ class KnownScores:
             self.keys = cropped.shape[2]
         # Else a static cache, whose count of keys was written to. Scores are those of slots, as values are.
         self.values, self.versions = ref(cropped), _versions(layer)
-        self.kept_keys, self.newer = None, 0
         return True
 
     def reorder(self, layer: CacheLayerMixin, beam_idx: Tensor) -> None:
-        """Follows the layer, whose values have just been reordered."""
+        """Follows the layer of a dynamic cache, whose values have just been reordered."""
         self.scores = self.scores.index_select(0, beam_idx)
-        if self.kept_keys is not None:
-            is_permuted = len(beam_idx) == self.kept_keys.shape[0]
-            self.kept_keys = self.kept_keys.reorder_(beam_idx) if is_permuted else None
-        if self.key_mask is not None and len(self.key_mask) > 1:
-            self.key_mask = self.key_mask.index_select(0, beam_idx)
+        if self.best is not None and len(beam_idx) == self.best.kept.shape[0]:
+            self.best.reorder(beam_idx)
+        else:
+            self.best = None
         self.values, self.versions = ref(layer.values), _versions(layer)
-
-
-def _keeps_lists(tensor: Tensor) -> bool:
-    """Whether the best keys are kept as lists: where attention of few rows reads them, so far on the CPU only."""
-    return tensor.device.type == "cpu"
 
 
 def _versions(layer: CacheLayerMixin) -> tuple[int, ...]:
@@ -96,8 +165,8 @@ def _versions(layer: CacheLayerMixin) -> tuple[int, ...]:
     return (layer.values._version, length._version if isinstance(length, Tensor) else 0)
 
 
-# Whatever changes a cache (another batch, on GPUs also reordered beams and cropping) puts other tensors into its layers
-# or writes to them; then everything is computed anew. Copies of a layer have no entry here.
+# Whatever changes a cache (another batch, writing to it) puts other tensors into its layers or writes to them; then
+# everything is computed anew. Copies of a layer have no entry here.
 known_scores: WeakKeyDictionary[CacheLayerMixin, KnownScores] = WeakKeyDictionary()
 # Layers of CUDA graphs, whose replays write to values without telling. Of these nothing is ever known.
 _captured: WeakSet[CacheLayerMixin] = WeakSet()
@@ -121,7 +190,6 @@ class _Slots:
     version: int  # of the tensor in which the layer counts its keys
     existing: Tensor  # int32 (B), keys after the step
     new: Tensor  # int64 (S), the slots of the step's keys
-    has_room: dict[int, Tensor] = field(default_factory=dict)  # by window size: bool (B, 1, 1), if it holds all keys
 
 
 _slots_of_first_layer: WeakKeyDictionary[Cache, _Slots] = WeakKeyDictionary()
@@ -134,7 +202,7 @@ class CacheStep:
         self.module, self.cache = module, cache
         self.rows = 0  # new tokens
         self.slots: _Slots | None = None  # of a static cache
-        self.known: KnownScores | None = None
+        self.best: Best | None = None  # of the keys before the step; None: these are not known
 
     @property
     def seqlens_k(self) -> Tensor | None:
@@ -145,41 +213,63 @@ class CacheStep:
         all, (B, Hkv, Sk)."""
         index, known, self.rows = self.module.layer_idx, self._before(value), value.shape[1]
         by_head = value.view(*value.shape[:2], -1, self.module.head_dim)
+        of_slots = slot_scores_of(self._layer())
+        if of_slots is not None:
+            of_slots.is_stepping = True
         keys, values = self.cache.update(key.transpose(1, 2), by_head.transpose(1, 2), index)
+        if of_slots is not None:
+            of_slots.is_stepping = False
         length = self.cache.get_seq_length(index)
         if isinstance(length, Tensor):
             self.slots = self._find_slots(length, value)
-        if known is None or not self._append(known, value, values):
+        if of_slots is not None and torch.compiler.is_compiling():
+            self._update_slots(of_slots, value, values)
+        elif known is None or not self._append(known, value, values):
             self._compute(values)
         return keys.transpose(1, 2), values.transpose(1, 2), self.scores
 
     def best_keys(
         self, window_size: int, is_causal: bool, key_mask: Tensor | None = None
-    ) -> Tensor | KeyIntervals | KeyIndices | None:
+    ) -> KeyIntervals | KeyIndices | None:
         """The best keys of each of the newest rows, of which the causal rule hides none, from those of the rows before
         if these are known: a new key can only put out one of them. None: only a selection from all keys tells.
 
         Args:
             key_mask: bool (B or 1, 1, keys), False hides the key from all rows.
         """
-        if self.known is not None and _keeps_lists(self.scores):
-            can_append = self.rows <= MAX_NEW_KEYS and (is_causal or self.rows == 1)
-            return self._append_to_kept(self.known, window_size, key_mask) if can_append else None
-        return self._best_of_one_row(window_size) if self.rows == 1 and key_mask is None else None
+        best = self.best
+        if best is not None and best.kept.window_size != window_size and not torch.compiler.is_compiling():
+            best.kept = Best.unknown(self.scores, window_size).kept
+        # What a mask says of earlier keys is compared with what it said before, for which a GPU's host would wait.
+        takes_mask = key_mask is None or not (torch.compiler.is_compiling() or key_mask.is_cuda)
+        takes_rows = self.rows <= MAX_NEW_KEYS and (is_causal or self.rows == 1)
+        if best is not None and best.kept.window_size == window_size and takes_mask and takes_rows:
+            return self._append_to_best(best, key_mask)
+        self.forget_best()
+        if self.rows > 1 or key_mask is not None:
+            return None
+        return select_keys(self.scores, window_size, seqlen_q=1, causal=False, seqlens_k=self.seqlens_k)
 
-    def _append_to_kept(self, known: KnownScores, window_size: int, key_mask: Tensor | None) -> KeyIndices:
-        new = self._of_new_keys(self.scores)
+    def forget_best(self) -> None:
+        """For steps that do not ask for the best keys, so that the next one that does will not take those before this
+        step for those before it."""
+        if self.best is not None:
+            self.best.forget()
+
+    def _append_to_best(self, best: Best, key_mask: Tensor | None) -> KeyIndices:
+        new, scores = self._of_new_keys(self.scores), self.scores
         if self.slots is None:
-            before = torch.full((new.shape[0],), known.keys - self.rows, dtype=torch.int32, device=new.device)
+            before = torch.full((new.shape[0],), scores.shape[2] - self.rows, dtype=torch.int32, device=new.device)
         else:
             before = self.slots.existing - self.rows
+        if not self._hides_as_before(best, key_mask):
+            best.forget()
         if key_mask is not None:
             new = new.masked_fill(~self._of_new_keys(key_mask), -torch.inf)
-        kept, is_next = known.kept_keys, known.newer == self.rows
-        if kept is None or kept.window_size != window_size or not is_next or not self._hides_as_before(key_mask):
-            known.kept_keys = kept = KeptKeys.from_scores(self.scores, window_size, before, key_mask=key_mask)
-        known.newer, known.key_mask = 0, key_mask
-        return kept.append_(new, before)
+            is_known = torch.equal(best.kept.lengths, before[:, None].expand_as(best.kept.lengths))
+            scores = None if is_known else scores.masked_fill(~key_mask, -torch.inf)
+        best.key_mask = key_mask
+        return best.kept.append_(new, before, scores)
 
     def _of_new_keys(self, tensor: Tensor) -> Tensor:
         """(B or 1, heads, keys) -> (B or 1, heads, rows)"""
@@ -187,46 +277,16 @@ class CacheStep:
             return tensor[:, :, tensor.shape[2] - self.rows :]
         return tensor.index_select(2, self.slots.new)
 
-    def _hides_as_before(self, key_mask: Tensor | None) -> bool:
+    def _hides_as_before(self, best: Best, key_mask: Tensor | None) -> bool:
         """Whether it says the same of the keys before this step as the mask that these were chosen with."""
-        before = self.known.key_mask
+        before = best.key_mask
         if before is None or key_mask is None:
             return before is key_mask
         if self.slots is None:
-            old = self.known.keys - self.rows
+            old = key_mask.shape[2] - self.rows
             return torch.equal(before[:, :, :old], key_mask[:, :, :old])
         is_old = torch.arange(key_mask.shape[2], device=key_mask.device) < (self.slots.existing - self.rows)[0]
         return before.shape == key_mask.shape and not ((before != key_mask) & is_old).any()
-
-    def _best_of_one_row(self, window_size: int) -> Tensor | KeyIntervals:
-        known, slots = self.known, self.slots
-        if known is None:
-            return select_keys(self.scores, window_size, seqlen_q=1, causal=False, seqlens_k=self.seqlens_k)
-        if known.kept is None or known.window_size != window_size or known.newer > 1:
-            self._choose(known, window_size)
-        kept = _first(known.kept, known.keys)
-        if known.newer == 1:
-            # argmin takes the first of equal scores, so that the newest stays.
-            worst = torch.where(kept, self.scores, known.infinity).argmin(2, keepdim=True)
-            if slots is None:
-                kept.scatter_(2, worst, False)
-            else:
-                # The worst stays while no more keys exist than may be kept, which the host does not know.
-                if window_size not in slots.has_room:
-                    slots.has_room[window_size] = (slots.existing <= window_size)[:, None, None]
-                kept.scatter_(2, worst, slots.has_room[window_size].expand_as(worst))
-        known.newer = 0
-        return kept
-
-    def _choose(self, known: KnownScores, window_size: int) -> None:
-        best = select_keys(self.scores, window_size, seqlen_q=1, causal=False, seqlens_k=self.seqlens_k)
-        known.kept = torch.ones_like(known.scores, dtype=torch.bool)
-        _first(known.kept, known.keys).copy_(best.begin < best.end)
-        if self.slots is not None:
-            empty = torch.arange(known.keys, device=best.device) >= self.slots.existing[:, None, None]
-            known.kept |= empty
-            known.scores.masked_fill_(empty, torch.inf)  # so that no empty slot is the worst
-        known.window_size, known.newer = window_size, 0
 
     def _layer(self) -> CacheLayerMixin | None:
         layers, index = self.cache.layers, self.module.layer_idx
@@ -247,33 +307,67 @@ class CacheStep:
         new, (rows, keys) = key_scores(self.module, value), (value.shape[1], values.shape[2])
         if new.dtype != known.scores.dtype or keys != known.keys + (rows if self.slots is None else 0):
             return False
-        # To argmin NaN is the lowest. With infinity a row that sees it becomes NaN as well.
         if self.slots is not None:
-            known.scores.index_copy_(2, self.slots.new, new.nan_to_num_(torch.inf, torch.inf))
+            known.scores.index_copy_(2, self.slots.new, new)
         else:
             if keys > known.scores.shape[2]:
                 known.scores = _with_room(known.scores, keys)
-                known.kept = None if known.kept is None else _with_room(known.kept, keys)
-            torch.nan_to_num(new, torch.inf, torch.inf, out=known.scores.narrow(2, known.keys, rows))
+            known.scores.narrow(2, known.keys, rows).copy_(new)
         layer = self._layer()
-        known.values, known.versions = ref(layer.values), _versions(layer)
-        known.keys, known.newer = keys, known.newer + rows
-        self.known, self.scores = known, _first(known.scores, keys)
+        known.values, known.versions, known.keys = ref(layer.values), _versions(layer), keys
+        self.scores = _first(known.scores, keys)
+        self.best = known.best = self._best_in(known)
         return True
+
+    def _best_in(self, known: KnownScores) -> Best | None:
+        """Of a dynamic cache they are made where a step might use them."""
+        if known.best is None and self.rows <= MAX_NEW_KEYS:
+            return Best.unknown(known.scores, self.module.keep_window_size)
+        return known.best
 
     def _compute(self, values: Tensor) -> None:
         """The scores of all keys, remembered if they may be."""
         self.scores = scores = key_scores(self.module, values.transpose(1, 2).flatten(2))
         layer = self._layer()
+        if torch.compiler.is_compiling():
+            return
         # Layers of other kinds than dynamic and static return what they do not keep.
         if not _may_remember() or layer in _captured or layer.values is not values:
+            if slot_scores_of(layer) is not None:
+                delattr(layer, _SLOT_SCORES)
             return
-        scores = scores.nan_to_num(torch.inf, torch.inf)
-        scores = _with_room(scores, scores.shape[2]) if self.slots is None else scores.contiguous()
-        infinity = scores.new_full((), torch.inf)
-        known = KnownScores(ref(self.module), ref(values), _versions(layer), values.shape[2], scores, infinity)
-        known_scores[layer] = self.known = known
-        self.scores = _first(scores, known.keys)
+        known = KnownScores(ref(self.module), ref(values), _versions(layer), values.shape[2], scores)
+        if self.slots is None:
+            known.scores = _with_room(scores, scores.shape[2])
+        else:
+            of_slots = slot_scores_of(layer)
+            if of_slots is None or not of_slots.take(self.module, values, scores):
+                of_slots = self._make_slot_scores(values, scores)
+                setattr(layer, _SLOT_SCORES, of_slots)
+            known.scores, known.best = of_slots.scores, of_slots.best
+        known_scores[layer] = known
+        self.scores, self.best = _first(known.scores, known.keys), known.best
+
+    def _make_slot_scores(self, values: Tensor, scores: Tensor) -> SlotScores:
+        scores = scores.contiguous()
+        best = Best.unknown(scores, self.module.keep_window_size)
+        for tensor in (scores, best.kept.indices, best.kept.scores, best.kept.lengths):
+            torch._dynamo.mark_static_address(
+                tensor
+            )  # as those of the layer: CUDA graphs of compiled code write to them
+        return SlotScores(ref(self.module), ref(values), scores, best)
+
+    def _update_slots(self, of_slots: SlotScores, value: Tensor, values: Tensor) -> None:
+        """In compiled code: puts the scores of new keys with those of all slots."""
+        if not of_slots.is_of(self.module, self._layer()):
+            of_slots.is_known = False  # keys come whose scores it will not have
+            self._compute(values)
+        elif torch.is_grad_enabled() or not of_slots.is_known:  # with gradients all scores depend on weights
+            self._compute(values)
+            of_slots.fill(self.scores.detach())
+        else:
+            of_slots.scores.index_copy_(2, self.slots.new, key_scores(self.module, value).to(of_slots.scores.dtype))
+            self.scores, self.best = of_slots.scores, of_slots.best
 
     def _find_slots(self, length: Tensor, value: Tensor) -> _Slots:
         """length: the tensor in which the layer counts its keys, after the step."""
@@ -304,11 +398,10 @@ def make_slots(length: Tensor, version: int, value: Tensor) -> _Slots:
 LEAST_ROOM = 256
 
 
-def _with_room(tensor: Tensor, keys: int) -> Tensor:
-    """(B, Hkv, slots) with slots for `keys` keys and more to come, those behind the tensor's own True or infinity."""
-    slots = keys + max(keys // 8, LEAST_ROOM)
-    larger = tensor.new_full((*tensor.shape[:2], slots), torch.inf if tensor.is_floating_point() else True)
-    larger[:, :, : tensor.shape[2]] = tensor
+def _with_room(scores: Tensor, keys: int) -> Tensor:
+    """(B, Hkv, slots) with slots for `keys` keys and more to come."""
+    larger = scores.new_empty((*scores.shape[:2], keys + max(keys // 8, LEAST_ROOM)))
+    larger[:, :, : scores.shape[2]] = scores
     return larger
 
 
@@ -316,18 +409,34 @@ def _first(tensor: Tensor, keys: int) -> Tensor:
     return tensor if tensor.shape[2] == keys else tensor.narrow(2, 0, keys)
 
 
-def follow_reordered_beams() -> None:
-    """Lets what is known of a layer be reordered with it, in all caches of Transformers."""
-    theirs = CacheLayerMixin.reorder_cache
+def follow_caches() -> None:
+    """Lets what is known of a layer be reordered with it, and be forgotten when others put keys into it, in all caches
+    of Transformers."""
+    their_reorder, their_update = CacheLayerMixin.reorder_cache, StaticLayer.update
 
-    @functools.wraps(theirs)
+    @functools.wraps(their_reorder)
     def reorder_cache(self: CacheLayerMixin, beam_idx: Tensor) -> None:
-        known = known_scores.get(self) if _may_remember() else None
-        module = None if known is None else known.module()
-        holds = module is not None and _keeps_lists(known.scores) and known.hold_for(module, self)
-        before = self.values
-        theirs(self, beam_idx)
-        if holds and self.values is not before:
+        known, of_slots = known_scores.get(self) if _may_remember() else None, slot_scores_of(self)
+        module, before = None if known is None else known.module(), self.values
+        known = known if module is not None and known.hold_for(module, self) else None
+        their_reorder(self, beam_idx)
+        if self.values is before:
+            return
+        is_permuted = of_slots is not None and of_slots.values() is before and len(beam_idx) == len(of_slots.scores)
+        if is_permuted:
+            of_slots.reorder(self.values, beam_idx.to(of_slots.scores.device))
+        if known is not None and of_slots is None:
             known.reorder(self, beam_idx.to(known.scores.device))
+        elif known is not None and is_permuted:
+            known.values, known.versions = ref(self.values), _versions(self)
 
-    CacheLayerMixin.reorder_cache = reorder_cache
+    @functools.wraps(their_update)
+    def update(
+        self: StaticLayer, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        of_slots = slot_scores_of(self)
+        if of_slots is not None and not of_slots.is_stepping:
+            of_slots.is_known = False
+        return their_update(self, key_states, value_states, *args, **kwargs)
+
+    CacheLayerMixin.reorder_cache, StaticLayer.update = reorder_cache, update

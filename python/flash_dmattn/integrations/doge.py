@@ -29,7 +29,7 @@ from ..key_indices import KeyIndices
 from ..prepared import PreparedMask
 from ..selection import KeyIntervals, select_keys
 from . import _doge_split, attention_interface
-from ._doge_cache import CacheStep, follow_reordered_beams, key_scores
+from ._doge_cache import CacheStep, follow_caches, key_scores
 from ._inputs import cast_inputs, model_dtype, refuse_unknown, refuse_unsupported
 from ._masks import (
     GrowingMask,
@@ -156,7 +156,7 @@ def install() -> None:
     # Called by generate() for static caches, ahead of the model's forward.
     their_masks = getattr(DogeForCausalLM, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     DogeForCausalLM.create_masks_for_generate = staticmethod(_before(their_masks))
-    follow_reordered_beams()
+    follow_caches()
     _log.debug("Doge models with attn_implementation=%r, or enabled, run here", attention_interface.NAME)
 
 
@@ -272,6 +272,8 @@ def _forward(
 
     rows = query.shape[1]
     if check_packed(*bounds, query.shape[0], rows, key.shape[1]):
+        if step is not None:
+            step.forget_best()
         visible = _visible_in_documents(self, scores, attention_mask, rows, *bounds)
         is_causal, seqlens_k = False, None
     else:
@@ -319,6 +321,9 @@ def _visible_keys(
     """attention's mask, is_causal and seqlens_k: the best keys of every row within the mask."""
     config, window_size, keys = module.config, module.keep_window_size, scores.shape[2]
     selects = keys > window_size
+    has_own_rule = mask is not None and (mask.dtype != torch.int32 or is_row_intervals(mask))
+    if step is not None and has_own_rule:
+        step.forget_best()
     if mask is not None and mask.dtype != torch.int32:
         mask = _as_bool(mask, keys)
         return (_select_in_mask(scores, window_size, mask, rows) if selects else prepared_mask(mask, rows)), False, None
