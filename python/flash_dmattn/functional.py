@@ -99,12 +99,12 @@ def attention(
         value: (B, Sk, Hkv, Dv), query's dtype.
         mask: bool, True = visible; (B or 1, H or Hkv or 1, Sq or 1, Sk or 1), per key (B or 1, H or Hkv or 1, Sk or 1),
             or (Sq or 1, Sk or 1). An expanded view is never materialised. Or KeyIntervals (B or 1, H or Hkv or 1, Sk),
-            from `select_keys` for example. Or KeyIndices, lists of keys per row (B or 1, 1 or Hkv or H, Sq or 1, n), on
-            the CPU. Or a PreparedMask, from `prepare_mask`.
+            from `select_keys` for example. Or KeyIndices, lists of keys per row (B or 1, 1 or Hkv or H, Sq or 1, n). Or
+            a PreparedMask, from `prepare_mask`.
         bias: added to the scores, in the forms of mask; query's dtype or float32. Its gradient has its shape, summed
             over every dimension along which it was broadcast, so pass it unexpanded.
         sink: (H), query's dtype or float32: a score without a key that every row of a head has in its softmax sum, as
-            gpt-oss learns it. out shrinks accordingly, lse leaves it out. On a GPU out is rounded once more for it.
+            gpt-oss learns it. out shrinks accordingly, lse leaves it out.
         scale: default 1 / sqrt(D).
         is_causal: row i sees keys j <= i + n - Sq, where n keys exist.
         softcap: if > 0, scores become softcap * tanh(scale * q.k / softcap) before the bias.

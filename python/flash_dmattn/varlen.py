@@ -25,6 +25,7 @@ def varlen_attention(
     bias: Tensor | None = None,
     window_size: int | None = None,
     scores: Tensor | None = None,
+    sink: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -38,11 +39,11 @@ def varlen_attention(
     hidden. Documents may be empty. Bounds are never read by the host, and contents that are wrong are clamped as in
     `KeyIntervals.documents`. Source: docs/semantics.md, "Packed sequences".
 
-    Tq and Tk rows and keys of all documents, H query heads, Hkv key heads, D head dim (1 to 256).
+    Tq and Tk rows and keys of all documents, H query heads, Hkv key heads, D and Dv head dims (1 to 256).
 
     Args:
         query: (Tq, H, D), float16, bfloat16, float32 or float64.
-        key, value: (Tk, Hkv, D), query's dtype.
+        key, value: (Tk, Hkv, D) and (Tk, Hkv, Dv), query's dtype.
         cu_seqlens_q: int32 (documents + 1), where the rows of each document begin and the last end.
         cu_seqlens_k: the same of keys, where documents have other numbers of keys; default cu_seqlens_q.
         mask: per key, bool (Tk) or (H or Hkv or 1, Tk), True = visible; or KeyIntervals (1, H or Hkv or 1, Tk), whose
@@ -53,10 +54,10 @@ def varlen_attention(
             after it. None: no selection. A sliding window (left, right) is `flash_dmattn_varlen_func`'s.
         scores: what to select by, detached; default bias. (H or Hkv or 1, Tk), any floating dtype.
         is_causal: the causal rule in each document, aligned to its last row and key.
-        scale, softcap, deterministic, return_lse: as in `attention`.
+        sink, scale, softcap, deterministic, return_lse: as in `attention`.
 
     Returns:
-        out (Tq, H, D) in query's dtype, and with return_lse lse (H, Tq), as in `attention`.
+        out (Tq, H, Dv) in query's dtype, and with return_lse lse (H, Tq), as in `attention`.
 
     Raises:
         TypeError: as `attention`; window_size is not an int.
@@ -72,7 +73,7 @@ def varlen_attention(
             _check_per_key(name, tensor, query, key)
     check_bool("is_causal", is_causal)
     selected_by = _selected_by(window_size, scores, bias)
-    call = _Packed(query, key, value, bias, cu_seqlens_q, cu_seqlens_k)
+    call = _Packed(query, key, value, bias, sink, cu_seqlens_q, cu_seqlens_k)
     if selected_by is None:
         visible = _within(call.visible(None, 0 if is_causal else None), mask)
     else:
@@ -100,12 +101,13 @@ def flash_dmattn_varlen_func(
     *,
     attn_mask: Tensor | KeyIntervals | None = None,
     attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor:
     """`varlen_attention` with the names and order of arguments of flash-attn's `flash_attn_varlen_func`.
 
     Args:
         q: (Tq, H, D), called query in error messages.
-        k, v: (Tk, Hkv, D), called key and value there.
+        k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv), called key and value there.
         cu_seqlens_q, cu_seqlens_k: int32 (documents + 1).
         max_seqlen_q, max_seqlen_k: not used: nothing here depends on the longest document.
         softmax_scale: default 1 / sqrt(D).
@@ -113,11 +115,11 @@ def flash_dmattn_varlen_func(
         window_size: a sliding window (left, right): a row sees keys from `left` positions before its own to `right`
             behind it; -1: all on that side. The keys of highest score, window_size an int, are `varlen_attention`'s.
         softcap, deterministic: as in `attention`; False follows torch.are_deterministic_algorithms_enabled().
-        attn_mask, attn_bias: mask and bias of `varlen_attention`, and called so in error messages.
+        attn_mask, attn_bias, learnable_sink: mask, bias and sink of `varlen_attention`, called so in error messages.
         dropout_p, alibi_slopes, return_attn_probs, block_table: must be 0, None, False and None.
 
     Returns:
-        out (Tq, H, D).
+        out (Tq, H, Dv).
 
     Raises:
         TypeError: as `varlen_attention`; window_size is not two ints.
@@ -133,7 +135,7 @@ def flash_dmattn_varlen_func(
         _check_per_key("bias", attn_bias, q, k)
     check_bool("causal", causal)
     check_bool("deterministic", deterministic)
-    call = _Packed(q, k, v, attn_bias, cu_seqlens_q, cu_seqlens_k)
+    call = _Packed(q, k, v, attn_bias, learnable_sink, cu_seqlens_q, cu_seqlens_k)
     visible = _within(call.visible(left, 0 if causal else right), attn_mask)
     return call.attend(visible, softmax_scale, softcap, deterministic or None, False)
 
@@ -145,6 +147,7 @@ class _Packed(NamedTuple):
     key: Tensor
     value: Tensor
     bias: Tensor | None
+    sink: Tensor | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor | None
 
@@ -163,6 +166,7 @@ class _Packed(NamedTuple):
             self.value[None],
             mask=visible,
             bias=None if self.bias is None else self.bias[None],
+            sink=self.sink,
             scale=scale,
             softcap=softcap,
             deterministic=deterministic,

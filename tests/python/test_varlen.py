@@ -32,8 +32,9 @@ pytestmark = pytest.mark.devices("cpu", "cuda")
 
 def run_varlen(case: Case, bounds_q: Tensor, bounds_k: Tensor | None, **options: object) -> dict[str, Tensor]:
     """out, lse and all gradients, named and shaped as in `oracle.reference`, of a case of batch size 1."""
-    leaves = {name: getattr(case, name) for name in LEAVES}
-    leaves = {name: t[0].detach().requires_grad_() for name, t in leaves.items() if t is not None}
+    leaves = {name: getattr(case, name) for name in (*LEAVES, "sink")}
+    leaves = {name: t if name == "sink" else t[0] for name, t in leaves.items() if t is not None}
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
     arguments = dict(leaves)
     tokens = [arguments.pop(name) for name in ("query", "key", "value")]
     options = {name: value for name, value in case.options.items() if name != "is_causal"} | options
@@ -42,7 +43,8 @@ def run_varlen(case: Case, bounds_q: Tensor, bounds_k: Tensor | None, **options:
     if case.dlse is not None:
         outputs, cotangents = [out, lse], [case.dout[0], case.dlse[0]]
     gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
-    named = {f"d{name}": gradient[None] for name, gradient in zip(leaves, gradients, strict=True)}
+    named = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
+    named = {name: gradient if name == "dsink" else gradient[None] for name, gradient in named.items()}
     return {"out": out.detach()[None], "lse": lse.detach()[None]} | named
 
 
@@ -100,6 +102,8 @@ OPTIONS = {
     "bias_of_query_heads": {"bias": (1, 4, 0)},
     "bias_of_one_head": {"bias": (1, 1, 0)},
     "no_bias": {"bias": None},
+    "sink": {"with_sink": True},
+    "value_dim": {"value_dim": 24},
 }
 
 
@@ -393,12 +397,12 @@ def test_func_has_the_order_of_arguments_of_flash_attn() -> None:
     names = list(inspect.signature(flash_dmattn_varlen_func).parameters)
     assert " ".join(names) == (
         "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap "
-        "alibi_slopes deterministic return_attn_probs block_table attn_mask attn_bias"
+        "alibi_slopes deterministic return_attn_probs block_table attn_mask attn_bias learnable_sink"
     )
 
 
 def test_func_hands_on_what_it_is_given() -> None:
-    case, bounds = packed_case([20, 17], [20, 17]), bounds_of([20, 17])
+    case, bounds = packed_case([20, 17], [20, 17], with_sink=True), bounds_of([20, 17])
     query, key, value, bias = (getattr(case, name)[0] for name in LEAVES)
     mask = torch.rand(2, 37) < 0.7
     out = flash_dmattn_varlen_func(
@@ -418,6 +422,7 @@ def test_func_hands_on_what_it_is_given() -> None:
         True,
         attn_mask=mask,
         attn_bias=bias,
+        learnable_sink=case.sink,
     )
-    options = {"scale": 0.3, "is_causal": True, "softcap": 2.0, "deterministic": True}
+    options = {"scale": 0.3, "is_causal": True, "softcap": 2.0, "deterministic": True, "sink": case.sink}
     assert_near(out, varlen_attention(query, key, value, bounds, bounds, mask=mask, bias=bias, **options))
