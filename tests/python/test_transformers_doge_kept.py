@@ -12,7 +12,7 @@ from doge_models import BATCH, LENGTH, assert_equal_logits, distinct_tokens, kee
 from flash_dmattn import KeptKeys, KeyIndices, KeyIntervals, select_keys
 from flash_dmattn.integrations import _doge_cache
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 CACHES = ("dynamic", "static")
@@ -111,9 +111,10 @@ def put_in(layer: StaticLayer, history: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("change", [take_back, reorder, reset, put_in])
 def test_compiled_steps_follow_the_cache(
-    change: Callable[[StaticLayer, Tensor], Tensor], seed: int, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[StaticLayer, Tensor], Tensor], masked: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps in compiled and in eager code, by turns at random, with and without masks, with changes between them."""
     torch.manual_seed(seed)
@@ -129,15 +130,16 @@ def test_compiled_steps_follow_the_cache(
         return scores, None if best is None else best_mask(best, slots)
 
     compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=False)
-    history, appended = torch.zeros(3, 2, 0), 0
+    history, hidden, appended = torch.zeros(3, 2, 0), torch.rand(3, 1, slots) < 0.3, 0
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=200):
         for count in range(60):
             rows = 20 if count == 0 else int(torch.tensor([1, 1, 1, 1, 3, 20])[torch.randint(0, 6, ())])
             new = torch.randint(-4, 5, (3, 2, rows)) / 4
             history = torch.cat([history, new], 2)
             keys, key_mask = history.shape[2], None
-            if torch.rand(()) < 0.1:
-                key_mask = torch.rand(3, 1, slots) < 0.7
+            if masked and torch.rand(()) < 0.8:
+                hidden = torch.where(torch.rand(3, 1, slots) < 0.001, ~hidden, hidden)
+                key_mask = torch.cat([~hidden[:, :, :keys], torch.rand(3, 1, slots - keys) < 0.5], 2)
             call = run if count == 0 or torch.rand(()) < 0.2 else compiled
             scores, best = call(new, key_mask)
             assert torch.equal(scores[:, :, :keys], history)
@@ -199,6 +201,28 @@ def test_compiled_steps_look_at_new_tokens_only() -> None:
     assert not any("select_keys" in target for target in targets)
     scored = [node.meta["example_value"].shape[1] for node in graphs[0].graph.nodes if "softplus" in str(node.target)]
     assert scored == [1, 1]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mask", [padding(), padding(left=13)], ids=["", "padded"])
+def test_compiled_generation(mask: Tensor) -> None:
+    """As generate() compiles on GPUs, but for the code of inductor: all steps behind the prompt by one graph."""
+    torch.compiler.reset()
+    (ours, eager), graphs = pair(9), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    how = CompileConfig(fullgraph=True, backend=backend, mode=None, dynamic=None)
+    how._compile_all_devices = True
+    settings = {"attention_mask": mask, "max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+    settings |= {"cache_implementation": "static"}
+    text = distinct_tokens(BATCH, LENGTH)
+    assert torch.equal(ours.generate(text, compile_config=how, **settings), eager.generate(text, **settings))
+    (targets,) = graphs
+    assert sum("append_kept_keys" in target for target in targets) == 2
+    assert not any("select_keys" in target for target in targets)
     torch.compiler.reset()
 
 

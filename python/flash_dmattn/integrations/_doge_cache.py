@@ -36,6 +36,7 @@ class Best:
 
     kept: KeptKeys
     key_mask: Tensor | None = None  # bool (B or 1, 1, keys): the keys that they were chosen from, None: all
+    room: Tensor | None = None  # of a static cache: bool (B, 1, slots), where the mask is put
 
     @classmethod
     def unknown(cls, scores: Tensor, window_size: int) -> Best:
@@ -45,14 +46,20 @@ class Best:
         best.forget()
         return best
 
-    def forget(self) -> None:
+    def forget(self, key_mask: Tensor | None = None) -> None:
+        """key_mask: of the step that knows no best keys."""
         self.kept.lengths.fill_(-1)
-        self.key_mask = None
+        self.hold_mask(key_mask)
+
+    def hold_mask(self, key_mask: Tensor | None) -> None:
+        self.key_mask = key_mask
+        if key_mask is not None and self.room is not None:
+            self.key_mask = self.room.copy_(key_mask)
 
     def reorder(self, beam_idx: Tensor) -> None:
         self.kept.reorder_(beam_idx)
         if self.key_mask is not None and len(self.key_mask) > 1:
-            self.key_mask = self.key_mask.index_select(0, beam_idx)
+            self.hold_mask(self.key_mask.index_select(0, beam_idx))
 
 
 @dataclass(eq=False)
@@ -240,21 +247,19 @@ class CacheStep:
         best = self.best
         if best is not None and best.kept.window_size != window_size and not torch.compiler.is_compiling():
             best.kept = Best.unknown(self.scores, window_size).kept
-        # What a mask says of earlier keys is compared with what it said before, for which a GPU's host would wait.
-        takes_mask = key_mask is None or not (torch.compiler.is_compiling() or key_mask.is_cuda)
         takes_rows = self.rows <= MAX_NEW_KEYS and (is_causal or self.rows == 1)
-        if best is not None and best.kept.window_size == window_size and takes_mask and takes_rows:
+        if best is not None and best.kept.window_size == window_size and takes_rows:
             return self._append_to_best(best, key_mask)
-        self.forget_best()
+        self.forget_best(key_mask)
         if self.rows > 1 or key_mask is not None:
             return None
         return select_keys(self.scores, window_size, seqlen_q=1, causal=False, seqlens_k=self.seqlens_k)
 
-    def forget_best(self) -> None:
+    def forget_best(self, key_mask: Tensor | None = None) -> None:
         """For steps that do not ask for the best keys, so that the next one that does will not take those before this
         step for those before it."""
         if self.best is not None:
-            self.best.forget()
+            self.best.forget(key_mask)
 
     def _append_to_best(self, best: Best, key_mask: Tensor | None) -> KeyIndices:
         new, scores = self._of_new_keys(self.scores), self.scores
@@ -262,13 +267,18 @@ class CacheStep:
             before = torch.full((new.shape[0],), scores.shape[2] - self.rows, dtype=torch.int32, device=new.device)
         else:
             before = self.slots.existing - self.rows
-        if not self._hides_as_before(best, key_mask):
-            best.forget()
+        lengths = best.kept.lengths
+        if (best.key_mask is None) != (key_mask is None):
+            lengths.fill_(-1)
         if key_mask is not None:
+            if best.key_mask is not None:
+                lengths.masked_fill_(self._hides_otherwise(best.key_mask, key_mask), -1)
             new = new.masked_fill(~self._of_new_keys(key_mask), -torch.inf)
-            is_known = torch.equal(best.kept.lengths, before[:, None].expand_as(best.kept.lengths))
+            # On a GPU, whose host would have to wait to know, masking is cheap.
+            can_ask = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+            is_known = can_ask and torch.equal(lengths, before[:, None].expand_as(lengths))
             scores = None if is_known else scores.masked_fill(~key_mask, -torch.inf)
-        best.key_mask = key_mask
+        best.hold_mask(key_mask)
         return best.kept.append_(new, before, scores)
 
     def _of_new_keys(self, tensor: Tensor) -> Tensor:
@@ -277,16 +287,16 @@ class CacheStep:
             return tensor[:, :, tensor.shape[2] - self.rows :]
         return tensor.index_select(2, self.slots.new)
 
-    def _hides_as_before(self, best: Best, key_mask: Tensor | None) -> bool:
-        """Whether it says the same of the keys before this step as the mask that these were chosen with."""
-        before = best.key_mask
-        if before is None or key_mask is None:
-            return before is key_mask
+    def _hides_otherwise(self, before: Tensor, key_mask: Tensor) -> Tensor:
+        """Whether it says something else of the keys before this step than the mask that these were chosen with:
+        bool (B or 1, 1)."""
         if self.slots is None:
             old = key_mask.shape[2] - self.rows
-            return torch.equal(before[:, :, :old], key_mask[:, :, :old])
-        is_old = torch.arange(key_mask.shape[2], device=key_mask.device) < (self.slots.existing - self.rows)[0]
-        return before.shape == key_mask.shape and not ((before != key_mask) & is_old).any()
+            return (before[:, :, :old] != key_mask[:, :, :old]).any(2)
+        is_old = (
+            torch.arange(key_mask.shape[2], device=key_mask.device) < (self.slots.existing - self.rows)[:, None, None]
+        )
+        return ((before != key_mask) & is_old).any(2)
 
     def _layer(self) -> CacheLayerMixin | None:
         layers, index = self.cache.layers, self.module.layer_idx
@@ -351,7 +361,8 @@ class CacheStep:
     def _make_slot_scores(self, values: Tensor, scores: Tensor) -> SlotScores:
         scores = scores.contiguous()
         best = Best.unknown(scores, self.module.keep_window_size)
-        for tensor in (scores, best.kept.indices, best.kept.scores, best.kept.lengths):
+        best.room = torch.empty((scores.shape[0], 1, scores.shape[2]), dtype=torch.bool, device=scores.device)
+        for tensor in (scores, best.kept.indices, best.kept.scores, best.kept.lengths, best.room):
             torch._dynamo.mark_static_address(
                 tensor
             )  # as those of the layer: CUDA graphs of compiled code write to them
