@@ -267,7 +267,7 @@ def test_memory_that_runs_out_in_an_operator_is_an_error() -> None:
     # for that.
     mapped = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": "0"}
     stock = {"MALLOC_TOP_PAD_": str(256 << 10), "PYTHONMALLOC": "malloc"}
-    printed = run_script(WORK + MEMORY, LENGTH="700", **mapped, **stock)
+    printed = run_script(WORK + MEMORY, LENGTH="2400", **mapped, **stock)
     messages = set(printed.splitlines())
     ours = {message for message in messages if message.startswith("RuntimeError: allocation failed: ")}
     assert len(ours) >= 3, messages
