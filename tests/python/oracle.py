@@ -53,7 +53,7 @@ class Expected:
 
     value: Tensor  # fp64
     magnitude: Tensor  # fp64, finite: the sum of magnitudes that the value is made of
-    exponent: Tensor  # the same, each probability times the size of its score and of lse
+    exponent: Tensor | None  # the same, each probability times the size of its score and of lse
     tainted: Tensor  # bool: shares a (batch, key head) with a non-finite number that some row sees
 
 
@@ -93,15 +93,24 @@ def visibility(case: Case) -> Tensor:
     return visible if case.mask is None else visible & broadcast(case.mask, case)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """tensor.isfinite().all() in a tenth of the time: of numbers among which there is a NaN it is both ends."""
+    return tensor.numel() == 0 or all(bool(end.isfinite()) for end in tensor.aminmax())
+
+
 def weighted_sum(weights: Tensor, vectors: Tensor, visible: Tensor) -> Tensor:
     """Sum over visible j of weights[..., i, j] * vectors[..., j, :]; what is hidden is not even multiplied by zero."""
-    if vectors.isfinite().all():
+    if all_finite(vectors):
         return weights @ vectors
     return (weights[..., None] * vectors[..., None, :, :]).where(visible[..., None], 0.0).sum(-2)
 
 
-def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected]:
+def reference(
+    case: Case, *, float32_scores: bool = False, gradients: bool = True, exponents: bool = True
+) -> dict[str, Expected]:
     """out, lse and the gradients dquery, dkey, dvalue (and dbias and dsink, if there is a bias or sink) of `case`.
+
+    Without `gradients`, or `exponents` of Expected, these are left out, which saves half of the work and a quarter.
 
     With `float32_scores` a score is rounded to float32 wherever unfused float32 attention rounds it: the product, its
     scaling, the softcap, and the sum with the bias. For scores so large that this rounding decides between keys,
@@ -126,7 +135,7 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
         return score.float().double() if float32_scores else score
 
     score = rounded(scale * rounded(query @ key.mT))
-    slope = torch.ones_like(score)
+    slope = score.new_ones(())
     if softcap > 0:
         slope = 1 - torch.tanh(score / softcap) ** 2
         score = rounded(softcap * torch.tanh(score / softcap))
@@ -147,59 +156,72 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
     # The sink is one more score of the row, but not for lse. `prob` is of the keys alone, `share` with the sink.
     sink = torch.full((heads,), -math.inf) if case.sink is None else case.sink
     sink = sink.double()[None, :, None, None].expand_as(highest)
-    spoilt = sink.isnan() | (sink == math.inf)
-    top = torch.maximum(highest, sink).where(~empty & ~spoilt, 0.0)
-    top = top.where(top.isfinite(), 0.0)
-    share = (score - top).exp()
-    sink_share = (sink - top).exp()
-    whole = (share.sum(-1, keepdim=True) + sink_share).where(~empty, 1.0)
-    lost = (broken | spoilt) & ~empty
-    share = (share / whole).where(~lost | ~visible, math.nan)
-    sink_share = (sink_share / whole).where(~lost, math.nan).where(~empty & (sink != -math.inf), 0.0)
+    share, lost = prob, broken
+    if case.sink is not None:
+        spoilt = sink.isnan() | (sink == math.inf)
+        top = torch.maximum(highest, sink).where(~empty & ~spoilt, 0.0)
+        top = top.where(top.isfinite(), 0.0)
+        share = (score - top).exp()
+        sink_share = (sink - top).exp()
+        whole = (share.sum(-1, keepdim=True) + sink_share).where(~empty, 1.0)
+        lost = (broken | spoilt) & ~empty
+        share = (share / whole).where(~lost | ~visible, math.nan)
+        sink_share = (sink_share / whole).where(~lost, math.nan).where(~empty & (sink != -math.inf), 0.0)
 
     out = weighted_sum(share, value, live).where(~lost, math.nan)
-    dlse = torch.zeros_like(lse) if case.dlse is None else case.dlse.double()[..., None].where(~empty, 0.0)
-    dprob = dout @ value.mT
-    delta = (dout * out).sum(-1, keepdim=True)
-    dscore = (share * (dprob - delta) + prob * dlse).where(live, 0.0)
-    dproduct = scale * (dscore * slope).where(live, 0.0)
-    values = {
-        "out": out.transpose(1, 2),
-        "lse": lse.squeeze(-1),
-        "dquery": weighted_sum(dproduct, key, live).transpose(1, 2),
-        "dkey": sum_group(weighted_sum(dproduct.mT, query, live.mT)),
-        "dvalue": sum_group(weighted_sum(share.where(live, 0.0).mT, dout, live.mT)),
-    }
+    values = {"out": out.transpose(1, 2), "lse": lse.squeeze(-1)}
+    if gradients:
+        dlse = torch.zeros_like(lse) if case.dlse is None else case.dlse.double()[..., None].where(~empty, 0.0)
+        dprob = dout @ value.mT
+        delta = (dout * out).sum(-1, keepdim=True)
+        dscore = (share * (dprob - delta) + prob * dlse).where(live, 0.0)
+        dproduct = scale * (dscore * slope).where(live, 0.0)
+        values |= {
+            "dquery": weighted_sum(dproduct, key, live).transpose(1, 2),
+            "dkey": sum_group(weighted_sum(dproduct.mT, query, live.mT)),
+            "dvalue": sum_group(weighted_sum(share.where(live, 0.0).mT, dout, live.mT)),
+        }
+        if case.bias is not None:
+            values["dbias"] = reduce_like(dscore, case.bias, case)
+        if case.sink is not None:
+            values["dsink"] = -(sink_share * delta).where(sink_share != 0, 0.0).sum((0, 2, 3))
 
     # Magnitudes: the same sums of absolute values. Scores are rounded before they become exponents, so that the
     # relative error of a probability is proportional to the size of its score and of lse.
-    score_size = abs(scale) * (_size(query) @ _size(key).mT) * _size(slope) + _size(score)
-    relative = visible * (score_size + _size(lse))
-    with_sink = score_size + _size(torch.logaddexp(lse, sink))
-    sink_relative = _size(sink) + _size(lse)
+    query_size, key_size, value_size, dout_size = (_size(tensor) for tensor in (query, key, value, dout))
+    prob_size, share_size, out_size, lse_size = (_size(tensor) for tensor in (prob, share, out, lse))
+    score_size = abs(scale) * (query_size @ key_size.mT) * _size(slope) + _size(score)
+    lse_made_of = (prob_size * visible * score_size).sum(-1) + lse_size.squeeze(-1)
+    if gradients:
+        dprob_size, dlse_size = _size(dprob), _size(dlse)
 
-    def carry(of_prob: Tensor, of_share: Tensor, of_sink: Tensor, out_size: Tensor) -> dict[str, Tensor]:
-        weight, made_of_delta = of_share * _size(share), (_size(dout) * out_size).sum(-1, keepdim=True)
-        made_of = weight * _size(dprob) + of_prob * _size(prob) * _size(dlse) + _size(share) * made_of_delta
+    def carry(of_prob: Tensor, of_share: Tensor, of_sink: Tensor, out_made_of: Tensor) -> dict[str, Tensor]:
+        weight = of_share * share_size
+        result = {"out": (weight @ value_size).transpose(1, 2), "lse": lse_made_of}
+        if not gradients:
+            return result
+        made_of_delta = (dout_size * out_made_of).sum(-1, keepdim=True)
+        made_of = weight * dprob_size + of_prob * prob_size * dlse_size + share_size * made_of_delta
         through_scale = abs(scale) * made_of * _size(slope) * live
-        result = {
-            "out": (weight @ _size(value)).transpose(1, 2),
-            "lse": (_size(prob) * visible * score_size).sum(-1) + _size(lse.squeeze(-1)),
-            "dquery": (through_scale @ _size(key)).transpose(1, 2),
-            "dkey": sum_group(through_scale.mT @ _size(query)),
-            "dvalue": sum_group(weight.mT @ _size(dout)),
+        result |= {
+            "dquery": (through_scale @ key_size).transpose(1, 2),
+            "dkey": sum_group(through_scale.mT @ query_size),
+            "dvalue": sum_group(weight.mT @ dout_size),
         }
         if case.bias is not None:
             result["dbias"] = reduce_like(made_of * live, case.bias, case)
         if case.sink is not None:
-            delta_size = (_size(dout) * _size(out)).sum(-1, keepdim=True)
+            delta_size = (dout_size * out_size).sum(-1, keepdim=True)
             made_of_sink = _size(sink_share) * (of_sink * delta_size + made_of_delta)
             result["dsink"] = made_of_sink.sum((0, 2, 3))
         return result
 
     one = torch.ones_like(lse)
-    magnitudes = carry(one, one, one, _size(out))
-    exponents = carry(relative, visible * with_sink, sink_relative, (_size(share) * visible * with_sink) @ _size(value))
+    magnitude, exponent = carry(one, one, one, out_size), {}
+    if exponents:
+        relative = visible * (score_size + lse_size)
+        with_sink = visible * (score_size + _size(torch.logaddexp(lse, sink)))
+        exponent = carry(relative, with_sink, _size(sink) + lse_size, (share_size * with_sink) @ value_size)
 
     # A non-finite number that is seen may reach whatever is computed with it: its (batch, key head).
     unsound = broken | ~(dout.isfinite().all(-1) & out.isfinite().all(-1))[..., None]
@@ -211,23 +233,21 @@ def reference(case: Case, *, float32_scores: bool = False) -> dict[str, Expected
     tainted = dict.fromkeys(("out", "dquery"), by_head[:, None, :, None])
     tainted |= dict.fromkeys(("dkey", "dvalue"), unsound[:, None, :, None]) | {"lse": by_head[:, :, None]}
     if case.bias is not None:
-        values["dbias"] = reduce_like(dscore, case.bias, case)
         full = by_head[:, :, None, None].expand(batch, heads, rows, keys).double()
         tainted["dbias"] = reduce_like(full, case.bias, case) > 0
     if case.sink is not None:
-        values["dsink"] = -(sink_share * delta).where(sink_share != 0, 0.0).sum((0, 2, 3))
         tainted["dsink"] = by_head.any(0)
     return {
-        name: Expected(value, magnitudes[name], exponents[name], tainted[name].expand_as(value))
+        name: Expected(value, magnitude[name], exponent.get(name), tainted[name].expand_as(value))
         for name, value in values.items()
     }
 
 
 def _size(tensor: Tensor) -> Tensor:
-    return tensor.abs().nan_to_num(0.0, 0.0, 0.0)
+    return tensor.abs().nan_to_num_(0.0, 0.0, 0.0)
 
 
-def framework(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+def framework(case: Case, dtype: torch.dtype, *, gradients: bool = True) -> dict[str, Tensor]:
     """The same results from plain torch operations and autograd in `dtype`.
 
     Non-finite inputs are replaced by 0 (a bias of -inf: by a hidden key): the results where `reference` is finite do
@@ -262,6 +282,8 @@ def framework(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     out = (prob @ value.repeat_interleave(group, dim=1)).transpose(1, 2)
     lse = score.logsumexp(-1).where(sees.squeeze(-1), -math.inf)
     results = {"out": out, "lse": lse}
+    if not gradients:
+        return {name: tensor.detach() for name, tensor in results.items()}
     outputs, cotangents = [out], [case.dout.to(dtype).nan_to_num(0.0, 0.0, 0.0)]
     if case.dlse is not None:
         outputs.append(lse)

@@ -25,8 +25,7 @@ def check(case: Case) -> None:
     """The forward holds the bar as it is. An element of a gradient is often made of one row's probability here, whose
     rounding the framework's few elements may lack by luck."""
     got = run_library(case)
-    assert_case_close(case, {name: got.pop(name) for name in ("out", "lse")})
-    assert_case_close(case, got, few_elements=True)
+    assert_case_close(case, got, few_elements=got.keys() - {"out", "lse"})
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
