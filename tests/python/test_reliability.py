@@ -123,13 +123,18 @@ class Attended(Dataset):
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-@linux_only
-def test_forked_workers_of_a_data_loader_attend() -> None:
+def attend_in_forked_workers() -> None:
     examples = Attended()
     loader = DataLoader(examples, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
     for index, results in enumerate(loader):
         for result, expected in zip(results, examples[index], strict=True):
             assert torch.equal(result, expected)
+
+
+@linux_only
+def test_forked_workers_of_a_data_loader_attend() -> None:
+    """In a process of its own: autograd refuses forks of one that has compiled a backward, as other tests do."""
+    run_script("import test_reliability; test_reliability.attend_in_forked_workers()")
 
 
 def call_of_kind(kind: int) -> list[torch.Tensor]:
