@@ -421,6 +421,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     console = Console(width=180, quiet=bench.rank != 0)
     console.print(f"{machine['backend']}, {', '.join(machine['ranks'])}; torch {torch.__version__}", highlight=False)
     report = Report(machine, title=f"{bench.ranks} ranks; ratio = the other's time over ours (its quartiles)")
+    gc.freeze()  # else `free` goes through all that was imported, each time
     for name in arguments.only:
         start = time.perf_counter()
         for each in CASES[name](bench):

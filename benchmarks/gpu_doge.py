@@ -458,6 +458,7 @@ def main() -> int:
     )
     bench = Bench(max(2, arguments.repeats), arguments.quick, report.notes)
     check_equal(bench)
+    free()
     gc.freeze()  # else `free` goes through all that was imported, each time
     return run_cases(CASES, bench, report, console, arguments)
 
