@@ -205,8 +205,8 @@ class KeptKeys:
             has nothing left to hide.
 
         Raises:
-            TypeError: not tensors. ValueError: their shapes, dtypes or devices; tensors that are not contiguous;
-            cache_scores without lengths.
+            TypeError: not tensors. ValueError: their shapes, dtypes or devices; tensors that are not contiguous; no
+                lengths beside cache_scores.
         """
         check_tensor("new_scores", new_scores)
         check_tensor("positions", positions)
