@@ -49,6 +49,16 @@ def pair(*arguments: object, **settings: object) -> tuple[DogeForCausalLM, DogeF
     return ours, keep_the_newest(eager)
 
 
+def with_other_scores(model: DogeForCausalLM) -> DogeForCausalLM:
+    """A copy, run by the same attention, whose keys have other scores."""
+    other = copy.deepcopy(model)
+    if model.config._attn_implementation == "eager":
+        keep_the_newest(other)
+    for layer in other.model.layers:
+        layer.self_attn.A.data *= -1
+    return other
+
+
 def keep_the_newest(model: DogeForCausalLM) -> DogeForCausalLM:
     """Lets the model's own attention keep the newest of equal scores, where torch.topk may keep any. Tokens that come
     twice have equal scores in the first layer."""

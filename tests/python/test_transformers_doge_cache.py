@@ -14,10 +14,10 @@ from doge_models import (
     assert_equal_logits,
     distinct_tokens,
     gradients,
-    keep_the_newest,
     padding,
     pair,
     tiny_doge,
+    with_other_scores,
 )
 from flash_dmattn import kept_keys, select_keys
 from flash_dmattn.integrations import _doge_cache, doge
@@ -327,11 +327,7 @@ def test_two_models_on_one_cache() -> None:
     """Scores are those of the model that asks."""
     text, results = distinct_tokens(BATCH, LENGTH + 3), []
     for first in pair(9):
-        second = copy.deepcopy(first)
-        if first.config._attn_implementation == "eager":
-            keep_the_newest(second)
-        for layer in second.model.layers:
-            layer.self_attn.A.data *= -1
+        second = with_other_scores(first)
         held = DynamicCache(config=first.config)
         with torch.no_grad():
             first(text[:, :LENGTH], past_key_values=held)

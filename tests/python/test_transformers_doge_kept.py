@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from doge_models import BATCH, LENGTH, assert_equal_logits, distinct_tokens, keep_the_newest, padding, pair
+from doge_models import BATCH, LENGTH, assert_equal_logits, distinct_tokens, padding, pair, with_other_scores
 from flash_dmattn import KeptKeys, KeyIndices, KeyIntervals, select_keys
 from flash_dmattn.integrations import _doge_cache
 from torch import Tensor, nn
@@ -231,11 +231,7 @@ def test_compiled_steps_of_other_kinds_forget() -> None:
     torch.compiler.reset()
     text, results = distinct_tokens(BATCH, LENGTH + 12), []
     for first in pair(9):
-        second = copy.deepcopy(first)
-        if first.config._attn_implementation == "eager":
-            keep_the_newest(second)
-        for layer in second.model.layers:
-            layer.self_attn.A.data *= -1
+        second = with_other_scores(first)
         held, parts = StaticCache(config=first.config, max_cache_len=130), []
         with torch.no_grad():
             first(text[:, :LENGTH], past_key_values=held)

@@ -293,9 +293,8 @@ class CacheStep:
         if self.slots is None:
             old = key_mask.shape[2] - self.rows
             return (before[:, :, :old] != key_mask[:, :, :old]).any(2)
-        is_old = (
-            torch.arange(key_mask.shape[2], device=key_mask.device) < (self.slots.existing - self.rows)[:, None, None]
-        )
+        existing = (self.slots.existing - self.rows)[:, None, None]
+        is_old = torch.arange(key_mask.shape[2], device=key_mask.device) < existing
         return ((before != key_mask) & is_old).any(2)
 
     def _layer(self) -> CacheLayerMixin | None:
@@ -362,10 +361,9 @@ class CacheStep:
         scores = scores.contiguous()
         best = Best.unknown(scores, self.module.keep_window_size)
         best.room = torch.empty((scores.shape[0], 1, scores.shape[2]), dtype=torch.bool, device=scores.device)
+        # As those of the layer: CUDA graphs of compiled code write to them.
         for tensor in (scores, best.kept.indices, best.kept.scores, best.kept.lengths, best.room):
-            torch._dynamo.mark_static_address(
-                tensor
-            )  # as those of the layer: CUDA graphs of compiled code write to them
+            torch._dynamo.mark_static_address(tensor)
         return SlotScores(ref(self.module), ref(values), scores, best)
 
     def _update_slots(self, of_slots: SlotScores, value: Tensor, values: Tensor) -> None:

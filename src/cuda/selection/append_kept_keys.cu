@@ -77,7 +77,7 @@ constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
 static_assert(kDigits == kThreads, "a thread counts each digit");
 
 struct ChoiceMemory {
-  std::int32_t counts[kDigits];  // of keys that have the digit; then of those that have it or a higher one
+  std::int32_t counts[kDigits];  // of keys that have the digit
   std::int32_t of_warps[kWarps];
   std::int32_t digit, wanted;
 };
