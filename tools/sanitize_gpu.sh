@@ -63,6 +63,7 @@ for tool in "${tools[@]}"; do
     --gtest_filter='SelectionCuda.EveryPathOnce:SelectionCuda.NothingToSelectFrom'
   start "$tool-decode" "$tool" "$build/tests/cpp/cuda/cuda_decode_test" --gtest_brief=1 \
     --gtest_filter='DecodeLists.CausalRule:DecodeLists.OrderAndRepeatsDoNotMatter:DecodeLists.LongCaches'
+  start "$tool-kept-keys" "$tool" "$build/tests/cpp/cuda/cuda_kept_keys_test" --gtest_brief=1
   for ((group = 1; group <= groups; ++group)); do
     start "$tool-python-$group" "$tool" "${PY:-python3}" -m pytest tests/python/gpu/test_every_kernel.py -q \
       -p no:cacheprovider --timeout 1200 -k "bfloat16 or masks" --splits "$groups" --group "$group"

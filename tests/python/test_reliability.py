@@ -106,8 +106,9 @@ assert same(work(), expected), "in the parent, afterwards"
 
 @linux_only
 def test_forked_children_attend_on_one_thread() -> None:
-    """After a call of the parent, and while its other threads are inside of calls."""
-    run_script(WORK + FORKS, OMP_NUM_THREADS="2")
+    """After a call of the parent, and while its other threads are inside of calls. Where there are GPUs, autograd's
+    threads for them would refuse a fork after the first backward."""
+    run_script(WORK + FORKS, OMP_NUM_THREADS="2", CUDA_VISIBLE_DEVICES="")
 
 
 class Attended(Dataset):

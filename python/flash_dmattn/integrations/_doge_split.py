@@ -78,7 +78,11 @@ def attend(
 def _prepare_inputs(
     mesh: DeviceMesh, model: DogeModel, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Before DogeModel.forward: positions of this rank's share, and no cache, where the call does not say."""
+    """Before DogeModel.forward: positions of this rank's share, and no cache, where the call does not say.
+
+    Padding gets the form that layers take it in, which `doge._create_mask` leaves as it is: all ranks have to give a
+    mask or none, also those whose share has no padding.
+    """
     names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.get("position_ids") is None:
@@ -86,6 +90,9 @@ def _prepare_inputs(
         length = tokens.shape[1]
         first = mesh.get_local_rank() * length
         given["position_ids"] = torch.arange(first, first + length, device=tokens.device)[None]
+    padding = given.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.dim() == 2:
+        given["attention_mask"] = (padding != 0)[:, None, None].int()
     if given.get("use_cache") is None:
         given["use_cache"] = False
     return (), given
