@@ -43,12 +43,26 @@ template <typename Format, typename Key>
 __device__ Place<Key> lowest_place(const std::int32_t* indices, const typename Format::Bits* scores, std::int32_t count,
                                    Place<Key> (&shared)[kWarps]) {
   Place<Key> lowest = {~Key{0}, INT_MAX};
-  for (std::int32_t place = threadIdx.x; place < count; place += kThreads) {
-    // Above 0, also where a caller keeps what ranks nowhere.
-    const Key key =
-        indices[place] < 0 ? Key{0} : make_ranked_key<Key>(rank_of<Format>(scores[place]), indices[place]) + 1;
-    const Place<Key> candidate = {key, place};
-    if (candidate < lowest) lowest = candidate;
+  // Places that are read at the same time: the time of a step is that of its reads.
+  constexpr int kBatch = sizeof(Key) > 8 ? 4 : 8;
+#pragma unroll 1
+  for (std::int32_t first = threadIdx.x; first < count; first += kBatch * kThreads) {
+    std::int32_t index[kBatch];
+    typename Format::Bits score[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const std::int32_t place = first + i * kThreads;
+      index[i] = place < count ? indices[place] : -1;
+      score[i] = place < count ? scores[place] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const std::int32_t place = first + i * kThreads;
+      // Above 0, also where a caller keeps what ranks nowhere.
+      const Key key = index[i] < 0 ? Key{0} : make_ranked_key<Key>(rank_of<Format>(score[i]), index[i]) + 1;
+      const Place<Key> candidate = {key, place};
+      if (place < count && candidate < lowest) lowest = candidate;
+    }
   }
   lowest = lowest_of_warp(lowest);
   if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = lowest;
@@ -169,14 +183,17 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   const auto window = static_cast<std::int32_t>(problem.window);
   const auto* new_scores = static_cast<const Bits*>(problem.new_scores) + batch * problem.new_score_strides[0] +
                            head * problem.new_score_strides[1];
+  // Read together, before the first barrier.
   const std::int64_t first = problem.positions[batch * problem.positions_stride];
+  const std::int32_t length = problem.lengths != nullptr ? problem.lengths[position] : 0;
+  Bits next_score = problem.new_keys > 0 ? new_scores[0] : Bits{};
   std::int32_t* indices = problem.indices + position * window;
   Bits* scores = static_cast<Bits*>(problem.scores) + position * window;
   std::int32_t* list = problem.lists == nullptr ? nullptr : problem.lists + position * problem.new_keys * window;
 
   bool is_known = true;
   if (problem.lengths != nullptr) {
-    is_known = problem.lengths[position] == keys_before(first);
+    is_known = length == keys_before(first);
     __syncthreads();  // all threads have looked
     if (threadIdx.x == 0) problem.lengths[position] = length_after(first, problem.new_keys);
   }
@@ -192,7 +209,8 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   bool is_lowest_known = false;
   int searches = 0;
   for (std::int64_t row = 0; row < problem.new_keys; ++row) {
-    const Bits score = new_scores[row * problem.new_score_strides[2]];
+    const Bits score = next_score;
+    if (row + 1 < problem.new_keys) next_score = new_scores[(row + 1) * problem.new_score_strides[2]];
     const Bits rank = rank_of<Format>(score);
     const std::int64_t index = first + row;
     if (rank != 0 && index >= 0 && index <= INT_MAX) {
