@@ -85,6 +85,9 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   __shared__ float warp_sums[kCombineWarps][kHeadDim];
   __shared__ float2 warp_facts[kCombineWarps];
   const auto result = static_cast<std::int64_t>(blockIdx.x);
+  const unsigned heads = static_cast<unsigned>(params.heads), pair = blockIdx.x / static_cast<unsigned>(params.rows);
+  const auto row = static_cast<int>(blockIdx.x % static_cast<unsigned>(params.rows));
+  const auto batch = static_cast<int>(pair / heads), head = static_cast<int>(pair % heads);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   PartialRow<kHeadDim> own;
   own.add(params.score, params.partial_facts + result * params.splits,
@@ -96,9 +99,6 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   if (warp != 0) return;
   PartialRow<kHeadDim> total;
   total.add(params.score, warp_facts, warp_sums[0], kHeadDim, 0, kCombineWarps, 1);
-  const int row = static_cast<int>(result % params.rows);
-  const int head = static_cast<int>(result / params.rows % params.heads);
-  const int batch = static_cast<int>(result / params.rows / params.heads);
   const float inverse = inverse_sum<Element>(params, head, total.facts);
 #pragma unroll
   for (int j = 0; j < total.kColumns; ++j) {

@@ -25,15 +25,18 @@ constexpr std::int64_t kMostDistinctEntries = 4;
 constexpr std::int64_t kLeastSplitKeys = 256;
 // Entries that a block's rows list together: it reads all of them, most of them for other blocks' sake.
 constexpr std::int64_t kMostListEntries = 1 << 16;
-// What a block costs beside its keys, in keys: where all are read, and where a mask or intervals hide most of them
-// (measured with 2048 of 65536 kept, on an H200).
-constexpr std::int64_t kDenseBlockCost = 256, kListedBlockCost = 2048;
-// Of lists: a split has a tile for each warp, and reading an entry takes a small part of what fetching a key does. With
-// these, 2048 of 65536 keys reach 46 % of a copy's rate at batch 8 and 67 % at 32 on an H200; others have not been
-// tried.
-constexpr std::int64_t kLeastListedKeys = 64, kEntriesPerKey = 256;
-constexpr std::int64_t kMostRounds = 4;          // of blocks on all multiprocessors
-constexpr std::int64_t kBlocksPerProcessor = 3;  // of DecodeConfig
+// How long a multiprocessor takes, in times that a key takes it where it is busy (18 ns on an H200: 8 key heads of 4
+// query heads, D 128, bf16). Fitted there to 74 times of 2048 of 65536 keys, by mask and by list, batch 1 to 32 and 1
+// to 49 splits: all are within a fifth, by mask up to 25 splits within 8 %. Blocks that run at the same time begin and
+// end together, so that each round of them has a part in which nothing is fetched: longer where a mask or intervals say
+// what to fetch (in keys that are looked at), or where the entries of lists are waited for. One block alone, or two, do
+// not keep memory busy.
+constexpr std::int64_t kDenseRoundCost = 400, kMaskedRoundCost = 2048, kListsRoundCost = 256, kEntriesPerKey = 16;
+constexpr std::int64_t kCombineCost = 220;                         // of parts, if there are several splits
+constexpr std::int64_t kBlocksPerProcessor = 3;                    // of DecodeConfig
+constexpr std::int64_t kPercentOfKeys[] = {0, 175, 2 * 109, 300};  // for so many blocks at the same time
+constexpr std::int64_t kLeastListedKeys = 64;                      // a split has a tile for each warp
+constexpr std::int64_t kMostRounds = 4;                            // of blocks on all multiprocessors
 
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -60,26 +63,30 @@ struct SplitRule {
   const IndexViews& indices;
 };
 
-// The number of splits for which the last block ends first, were all blocks of one round equally fast.
+// The number of splits for which multiprocessors are done first, by the above.
 std::int32_t split_count(const SplitRule& rule, int processors) {
-  std::int64_t keys = rule.keys, cost_beside = rule.is_masked ? kListedBlockCost : kDenseBlockCost;
+  std::int64_t keys = rule.keys, round_cost = rule.is_masked ? kMaskedRoundCost : kDenseRoundCost;
   std::int64_t least = std::max<std::int64_t>(divide_up(keys, kMostSplitKeys - kShareUnit), 1);
   std::int64_t least_keys = kLeastSplitKeys;
   if (rule.indices.defined()) {
     const std::int64_t entries = list_entries(rule.indices, rule.rows, rule.group);
     const std::int64_t most_entries = divide_up(keys, rule.indices.block_size);
     keys = std::min(std::min(entries, most_entries) * rule.indices.block_size, keys);
-    cost_beside = kDenseBlockCost + entries / kEntriesPerKey;
+    round_cost = kListsRoundCost + entries / kEntriesPerKey;
     least = 1;  // a split of listed keys may be of any length
     least_keys = kLeastListedKeys;
   }
   const std::int64_t row_tiles = divide_up(rule.rows * rule.group, kDecodeRows);
   const std::int64_t blocks = std::max<std::int64_t>(rule.batch * rule.key_heads * row_tiles, 1);
-  const std::int64_t slots = std::max<std::int64_t>(kBlocksPerProcessor * processors, 1);
+  const std::int64_t all = std::max(processors, 1), slots = kBlocksPerProcessor * all;
   const std::int64_t most = std::max(std::min(keys / least_keys, divide_up(kMostRounds * slots, blocks)), least);
   std::int64_t best = least, best_cost = 0;
   for (std::int64_t splits = least; splits <= most; ++splits) {
-    const std::int64_t cost = divide_up(blocks * splits, slots) * (divide_up(keys, splits) + cost_beside);
+    const std::int64_t of_processor = divide_up(blocks * splits, all);
+    const std::int64_t full_rounds = of_processor / kBlocksPerProcessor, rest = of_processor % kBlocksPerProcessor;
+    const std::int64_t percent = full_rounds * kPercentOfKeys[kBlocksPerProcessor] + kPercentOfKeys[rest];
+    const std::int64_t cost = divide_up(keys, splits) * percent / 100 +
+                              (full_rounds + (rest > 0 ? 1 : 0)) * round_cost + (splits > 1 ? kCombineCost : 0);
     if (splits == least || cost < best_cost) best = splits, best_cost = cost;
   }
   return static_cast<std::int32_t>(best);

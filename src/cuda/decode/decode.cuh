@@ -96,28 +96,37 @@ struct DecodeWarp {
   // the lanes have. Rows without a key (-1) become zeros.
   __device__ void load_tile(Tile target, const std::uint16_t* base, const TokenView& tokens, int columns,
                             std::int32_t distances) const {
-    const int own_lane = recomputed(lane);  // no register to spare for addresses
+    const auto own_lane = static_cast<unsigned>(recomputed(lane));  // no register to spare for addresses
     const int lane_row = own_lane / kLanesPerRow, lane_piece = own_lane % kLanesPerRow;
-#pragma unroll
-    for (int step = 0; step < kTileKeys / kRowsAtOnce; ++step) {
-      const int row = lane_row + step * kRowsAtOnce;
-      const std::int32_t distance = __shfl_sync(~0u, distances, row);
-      if (params.aligned) {
-        // Strides of aligned tokens fit: one instruction.
-        const auto bytes = std::int64_t{distance} * (static_cast<std::int32_t>(tokens.token_stride) * 2);
-        const auto* source =
-            reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const unsigned char*>(base) + bytes);
-#pragma unroll
-        for (int piece = 0; piece < Tile::kPieces; piece += kLanesPerRow) {
-          copy_async_16(target.piece(row, piece + lane_piece), source + (piece + lane_piece) * 8,
-                        distance >= 0 && (piece + lane_piece) * 8 < columns);
-        }
-      } else {
+    if (!params.aligned) {
+#pragma unroll 1
+      for (int row = lane_row; row < kTileKeys; row += kRowsAtOnce) {
+        const std::int32_t distance = __shfl_sync(~0u, distances, row);
         const std::uint16_t* source = distance >= 0 ? base + distance * tokens.token_stride : nullptr;
 #pragma unroll 1
         for (int piece = lane_piece; piece < Tile::kPieces; piece += kLanesPerRow) {
           load_piece_by_element<kHeadDim>(target.piece(row, piece), source, piece, columns);
         }
+      }
+      return;
+    }
+    // A warp is short of instructions' time, not of memory's: so what the rows have in common is computed once. They
+    // are swizzled alike if they are a multiple of 8 apart, as are pieces that are a multiple of kLanesPerRow apart.
+    static_assert(8 % kRowsAtOnce == 0 && kLanesPerRow == Tile::kGroup);
+    constexpr int kSwizzles = 8 / kRowsAtOnce;
+    std::uint32_t targets[kSwizzles];
+#pragma unroll
+    for (int i = 0; i < kSwizzles; ++i) targets[i] = target.piece(lane_row + i * kRowsAtOnce, lane_piece);
+    const std::uint16_t* lane_base = base + lane_piece * 8;
+    const auto stride = static_cast<std::int32_t>(tokens.token_stride) * 2;  // those of aligned tokens fit
+#pragma unroll
+    for (int step = 0; step < kTileKeys / kRowsAtOnce; ++step) {
+      const std::int32_t distance = __shfl_sync(~0u, distances, lane_row + step * kRowsAtOnce);
+      const std::uint16_t* source = offset_pointer(lane_base, distance, stride);
+      const std::uint32_t row_target = targets[step % kSwizzles] + step / kSwizzles * 8 * Tile::kRowBytes;
+#pragma unroll
+      for (int piece = 0; piece < Tile::kPieces; piece += kLanesPerRow) {
+        copy_async_16(row_target + piece * 16, source + piece * 8, distance >= 0 && (piece + lane_piece) * 8 < columns);
       }
     }
   }
@@ -288,6 +297,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
   for (int i = 0; i < 2; ++i) {
     const float weight = factor[i] * weight_of(params.score, highest[i], total_highest(own.row_of(i)));
     float* row_sums = all_sums + (warp * kDecodeRows + own.row_of(i)) * Config::kSumsPitch;
+    if (own.row_of(i) >= own.block.count) continue;  // nobody asks for it
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
       const float* pair = &own.accumulators[0][n][2 * i];
@@ -325,31 +335,40 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
   }
 }
 
-__device__ inline DecodeBlock block_of(const DecodeParams& params, unsigned index) {
+// By all threads; leaves a barrier behind. `has_lists`: the split's keys lie anywhere.
+__device__ inline void describe_block(const DecodeParams& params, bool has_lists, DecodeBlock& block) {
+  unsigned index = blockIdx.x;
   const auto take = [&](std::int32_t count) {
     const auto coordinate = static_cast<std::int32_t>(index % static_cast<unsigned>(count));
     index /= static_cast<unsigned>(count);
     return coordinate;
   };
-  DecodeBlock block;
   // Blocks that run at the same time read the same part of all heads, which lie side by side.
-  block.first = take(params.row_tiles) * kDecodeRows;
-  block.key_head = take(params.key_heads);
-  block.split = take(params.splits);
-  block.batch = static_cast<std::int32_t>(index);
-  block.group = params.group;
-  block.count = min(params.rows * params.group - block.first, kDecodeRows);
-  block.existing = key_count(params.visibility, block.batch);
-  // Equal shares of the keys that exist.
-  const int share = decode_split_keys(block.existing, params.splits);
-  block.begin = static_cast<std::int32_t>(min(std::int64_t{share} * block.split, std::int64_t{block.existing}));
-  block.end = block.begin + min(share, block.existing - block.begin);
-  block.mask = nullptr;
-  if (params.mask.defined()) {
-    block.mask =
-        static_cast<const std::uint8_t*>(params.mask.data) + entry_offset(params.mask, block.batch, block.head(0));
+  const std::int32_t first = take(params.row_tiles) * kDecodeRows;
+  const std::int32_t key_head = take(params.key_heads), split = take(params.splits);
+  const auto batch = static_cast<std::int32_t>(index);
+  if (const int m = static_cast<int>(threadIdx.x); m < kDecodeRows) {
+    const unsigned pair = static_cast<unsigned>(first + m), group = static_cast<unsigned>(params.group);
+    const auto row = static_cast<std::int32_t>(pair / group);
+    block.rows[m] = row;
+    block.heads[m] = key_head * params.group + static_cast<std::int32_t>(pair) - row * params.group;
   }
-  return block;
+  if (threadIdx.x == 0) {
+    block.batch = batch, block.key_head = key_head, block.split = split, block.first = first;
+    block.count = min(params.rows * params.group - first, kDecodeRows);
+    block.existing = key_count(params.visibility, batch);
+    // Equal shares of the keys that exist.
+    const int share = has_lists ? block.existing : decode_split_keys(block.existing, params.splits);
+    const std::int64_t begin = has_lists ? 0 : std::int64_t{share} * split;
+    block.begin = static_cast<std::int32_t>(min(begin, std::int64_t{block.existing}));
+    block.end = block.begin + min(share, block.existing - block.begin);
+    block.mask = nullptr;
+    if (params.mask.defined()) {
+      block.mask =
+          static_cast<const std::uint8_t*>(params.mask.data) + entry_offset(params.mask, batch, block.heads[0]);
+    }
+  }
+  __syncthreads();
 }
 
 template <typename Element, int kHeadDim>
@@ -359,8 +378,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig
   using List = KeyList<Config::kTileKeys, Config::kWarps>;
   auto* shared = dynamic_shared<unsigned char>();
   __shared__ DecodeBlock block;
-  if (threadIdx.x == 0) block = block_of(params, blockIdx.x);
-  __syncthreads();
+  describe_block(params, false, block);
   auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
   // Made first, since it starts to read the mask.
   typename List::MaskBytes first_bytes;
@@ -381,16 +399,13 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig
   auto* shared = dynamic_shared<unsigned char>();
   __shared__ DecodeBlock block;
   __shared__ typename Union::State state;
-  if (threadIdx.x == 0) {
-    block = block_of(params, blockIdx.x);
-    block.begin = 0, block.end = block.existing;  // the split's keys lie anywhere
-  }
-  __syncthreads();
+  describe_block(params, true, block);
   auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
-  DecodeWarp<Element, kHeadDim> own(params, block, shared);
-  own.load_queries();
   Union keys(params, block, state, shared, lists);
-  while (keys.find_next()) {
+  DecodeWarp<Element, kHeadDim> own(params, block, shared);
+  // While the first entries are on their way.
+  const auto load_queries = [&] { own.load_queries(); };
+  while (keys.find_next(load_queries)) {
     typename Union::List list = keys.list_of_warp();
     own.run(list);
   }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/decode/config.h"
+#include "cuda/plan/row_list.cuh"
 #include "cuda/plan/visibility.cuh"
 
 namespace flash_dmattn::internal::cuda {
@@ -15,11 +16,13 @@ struct DecodeBlock {
   std::int32_t batch, key_head, split;
   std::int32_t existing;    // keys of the batch element
   std::int32_t begin, end;  // of those, the split's
-  std::int32_t first, count, group;
+  std::int32_t first, count;
   const std::uint8_t* mask;  // row 0 of its first head
+  // Divided once: a division takes as long as some forty instructions, and a block of few keys does little else.
+  std::int32_t rows[kDecodeRows], heads[kDecodeRows];
 
-  __device__ std::int32_t row(int m) const { return (first + m) / group; }
-  __device__ std::int32_t head(int m) const { return key_head * group + (first + m) % group; }
+  __device__ std::int32_t row(int m) const { return rows[m]; }
+  __device__ std::int32_t head(int m) const { return heads[m]; }
 };
 
 // A listed key: its distance from the first of the split (in key_union.cuh, of stripes) and, in the upper half, bit m
@@ -31,12 +34,6 @@ constexpr std::uint32_t kAllRows = 0xffff;
 __device__ inline std::uint32_t nonzero_bytes(std::uint32_t word) {
   const std::uint32_t ones = ((((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) >> 7) & 0x01010101u;
   return (ones * 0x01020408u) >> 24;
-}
-
-// Element offset of a batch element's head; the division is of 32 bits.
-__device__ inline std::int64_t entry_offset(const BroadcastView& view, std::int32_t batch, std::int32_t head) {
-  const std::uint32_t own_head = static_cast<std::uint32_t>(head) / static_cast<std::uint32_t>(view.head_divisor);
-  return batch * view.batch_stride + own_head * view.head_stride;
 }
 
 // Sets bit m of the words of keys first, first + 32, ... below `end` that row m of the block sees.

@@ -77,25 +77,28 @@ class KeyUnion {
         entries_(entries),
         thread_(static_cast<int>(threadIdx.x)) {
     if (thread_ >= kDecodeRows) return;
-    std::uint32_t rows = 0;
-    for (int m = 0; m < block.count && thread_ < block.count; ++m) {
+    std::uint32_t rows = thread_ == 0 ? 1 : 0;  // uniform: its first row speaks for all
+    for (int m = 0; m < block.count && thread_ < block.count && !params.uniform; ++m) {
       const bool same = (!params.list_by_row || block.row(m) == block.row(thread_)) &&
                         (!params.list_by_head || block.head(m) == block.head(thread_));
       rows |= std::uint32_t{same} << m;
     }
-    if (params.uniform) rows &= 1;  // its first row speaks for all
     state.list_rows[thread_] = (rows & ((1u << thread_) - 1)) == 0 ? rows : 0;
   }
 
-  // Finds the keys of the next round. False: there are no more.
-  __device__ bool find_next() {
+  // Finds the keys of the next round. False: there are no more. `meanwhile`: what threads do before the first, while
+  // they wait for entries.
+  template <typename Meanwhile>
+  __device__ bool find_next(Meanwhile meanwhile) {
     const std::int32_t end = stripes_below(limit_of(block_.count - 1));
     for (;;) {
       if (first_ == kNone) range_ += stripes_, first_ = 0;
       if (range_ >= end) return false;
       stripes_ = min(end - range_, kRangeStripes);
       __syncthreads();  // tiles and entries are no longer read
-      set_bits();
+      set_bits([&] {
+        if (range_ == 0 && first_ == 0) meanwhile();
+      });
       const std::int32_t left = list_keys();
       if (found_ > 0 && !params_.uniform) add_rows();
       first_ = left > 0 ? first_ + found_ : kNone;
@@ -127,15 +130,17 @@ class KeyUnion {
   __device__ bool owns(std::int32_t key) const { return key >= 0 && key_of(stripe_of(key)) == key; }
 
   // Entries of a thread that are read at the same time, beside the accumulators of earlier rounds.
-  static constexpr int kBatch = kHeadDim <= 128 ? 16 : 8;
+  static constexpr int kBatch = kHeadDim <= 128 ? 16 : 8, kVisitBatch = 8;
 
-  // Entries first, first + step, ... of a list; -1 past its end.
-  static __device__ void read_entries(const RowList& list, std::int64_t first, int step,
-                                      std::int32_t (&entries)[kBatch]) {
+  // Entries first, first + step, ... of a list (of fewer than 2^31, as decode_applies sees to); -1 past its end.
+  template <int kCount>
+  static __device__ void read_entries(const RowList& list, std::int32_t first, int step,
+                                      std::int32_t (&entries)[kCount]) {
     const std::int32_t* source = list.entries + first * list.stride;
     const std::int64_t stride = step * list.stride;
+    const std::int32_t left = static_cast<std::int32_t>(list.count) - first;
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) entries[j] = first + j * step < list.count ? __ldg(source + j * stride) : -1;
+    for (int j = 0; j < kCount; ++j) entries[j] = j * step < left ? __ldg(source + j * stride) : -1;
   }
   __device__ RowList list_of(int m) const {
     return list_of_row(params_.indices, block_.batch, block_.head(m), block_.row(m));
@@ -148,13 +153,14 @@ class KeyUnion {
     const std::int64_t block_size = params_.indices.block_size;
     const int step = kThreads / params_.entry_threads, part = thread_ % params_.entry_threads;
 #pragma unroll 1
-    for (std::int64_t i = thread_ / params_.entry_threads; i < list.count; i += kBatch * step) {
-      std::int32_t entries[kBatch];
+    for (std::int32_t i = thread_ / params_.entry_threads; i < list.count; i += kVisitBatch * step) {
+      std::int32_t entries[kVisitBatch];
       read_entries(list, i, step, entries);
       // The code for an entry is long. So it is there once, in a loop, which has to read its entries again.
       std::uint32_t left = 0;  // those that may name keys of the split
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) left |= std::uint32_t{block_size == 1 ? owns(entries[j]) : entries[j] >= 0} << j;
+      for (int j = 0; j < kVisitBatch; ++j)
+        left |= std::uint32_t{block_size == 1 ? owns(entries[j]) : entries[j] >= 0} << j;
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const std::int64_t first = __ldg(list.entries + (i + (__ffs(left) - 1) * step) * list.stride) * block_size;
@@ -172,17 +178,27 @@ class KeyUnion {
   }
 
   // Sets the bits of a list's single keys less than `limit`: what visit_list comes to where no other rule hides keys.
-  __device__ void set_single_keys(const RowList& list, std::int32_t limit) {
+  // `meanwhile`: what is done while the first entries are on their way.
+  template <typename Meanwhile>
+  __device__ void set_single_keys(const RowList& list, std::int32_t limit, Meanwhile meanwhile) {
+    std::int32_t i = thread_, keys[kBatch];
+    read_entries(list, i, kThreads, keys);
+    meanwhile();
+    const std::int32_t split = block_.split;
+    const auto range = static_cast<std::uint32_t>(range_), stripes = static_cast<std::uint32_t>(stripes_);
+    const auto key_of = [&](std::uint32_t stripe) { return params_.stripes.key_of(split, stripe); };
 #pragma unroll 1
-    for (std::int64_t i = thread_; i < list.count; i += kBatch * kThreads) {
-      std::int32_t keys[kBatch];
-      read_entries(list, i, kThreads, keys);
+    for (;;) {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const auto bit = static_cast<std::uint32_t>(stripe_of(keys[j]) - range_);  // large: of a range before
-        if (!owns(keys[j]) || keys[j] >= limit || bit >= static_cast<std::uint32_t>(stripes_)) continue;
+        const auto key = static_cast<std::uint32_t>(keys[j]);                               // large: no key
+        const std::uint32_t stripe = params_.stripes.stripe_of(key), bit = stripe - range;  // large: a range before
+        if (key >= static_cast<std::uint32_t>(limit) || bit >= stripes || key_of(stripe) != key) continue;
         atomicOr(bits_ + bit / 32, 1u << bit % 32);
       }
+      i += kBatch * kThreads;
+      if (i >= list.count) return;
+      read_entries(list, i, kThreads, keys);
     }
   }
 
@@ -198,16 +214,27 @@ class KeyUnion {
   }
 
   // Sets the bits of keys that some row lists and sees, and leaves a barrier behind.
-  __device__ void set_bits() {
-    for (int word = thread_; word * 32 < stripes_; word += kThreads) bits_[word] = 0;
-    __syncthreads();
+  template <typename Meanwhile>
+  __device__ void set_bits(Meanwhile meanwhile) {
+    const auto begin = [&] {
+      for (int word = thread_; word * 32 < stripes_; word += kThreads) bits_[word] = 0;
+      meanwhile();
+      __syncthreads();
+    };
+    const bool has_single_keys = params_.indices.block_size == 1 && !has_rules();
+    if (params_.uniform && has_single_keys) {
+      set_single_keys(list_of(0), limit_of(block_.count - 1), begin);
+      __syncthreads();
+      return;
+    }
+    begin();
 #pragma unroll 1
     for (int m = 0; m < block_.count; ++m) {
       const std::uint32_t rows = state_.list_rows[m];
       if (rows == 0) continue;
       const std::int32_t limit = limit_of(31 - __clz(rows));  // the last of the rows sees most
-      if (params_.indices.block_size == 1 && !has_rules()) {
-        set_single_keys(list_of(m), limit);
+      if (has_single_keys) {
+        set_single_keys(list_of(m), limit, [] {});
         continue;
       }
       visit_list(m, limit, [&](int word, std::uint32_t bits) {

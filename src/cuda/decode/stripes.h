@@ -16,14 +16,14 @@ class Stripes {
  public:
   // Keys are less than 2^31, as are splits.
   constexpr explicit Stripes(std::int32_t splits = 1)
-      : splits_(static_cast<std::uint32_t>(splits)), shift_(31 + std::bit_width(splits_ - 1)) {
-    factor_ = static_cast<std::uint32_t>(((std::uint64_t{1} << shift_) - 1) / splits_ + 1);
+      : splits_(static_cast<std::uint32_t>(splits)), shift_(std::bit_width(splits_ - 1)) {
+    factor_ = static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + shift_)) - 1) / splits_ + 1);
   }
 
   // The stripe of a key: key / splits, exact for less than 2^31 because the factor is too large by less than
-  // 2^(shift - 31) / splits.
+  // 2^shift / splits. Of twice the key, so that the upper half of the product is all that is asked for.
   constexpr std::uint32_t stripe_of(std::uint32_t key) const {
-    return static_cast<std::uint32_t>(std::uint64_t{key} * factor_ >> shift_);
+    return static_cast<std::uint32_t>(std::uint64_t{2 * key} * factor_ >> 32) >> shift_;
   }
 
   // The split's key in a stripe; in the last one there may be no such key.
@@ -43,7 +43,7 @@ class Stripes {
  private:
   std::uint32_t splits_;
   int shift_;
-  std::uint32_t factor_;  // key / splits is key * factor >> shift
+  std::uint32_t factor_;  // key / splits is key * factor >> (31 + shift)
 };
 
 }  // namespace flash_dmattn::internal::cuda

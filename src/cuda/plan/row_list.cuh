@@ -7,23 +7,30 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// BroadcastView::offset by a division of 32 bits, which takes a fraction of the time.
+__device__ inline std::int64_t entry_offset(const BroadcastView& view, std::int64_t batch, std::int32_t head) {
+  const std::uint32_t own_head = static_cast<std::uint32_t>(head) / static_cast<std::uint32_t>(view.head_divisor);
+  return batch * view.batch_stride + own_head * view.head_stride;
+}
+
 struct RowList {
   const std::int32_t* entries;
   std::int64_t count, stride;
 };
 
-__device__ inline RowList list_of_row(const IndexViews& indices, std::int64_t batch, std::int64_t head,
+__device__ inline RowList list_of_row(const IndexViews& indices, std::int64_t batch, std::int32_t head,
                                       std::int32_t row) {
   const BroadcastView &entries = indices.entries, &lengths = indices.lengths;
   std::int64_t count = entries.keys;
   if (lengths.defined()) {
     const std::int64_t length =
-        static_cast<const std::int32_t*>(lengths.data)[lengths.offset(batch, head) + row * lengths.row_stride];
+        static_cast<const std::int32_t*>(lengths.data)[entry_offset(lengths, batch, head) + row * lengths.row_stride];
     count = min(max(length, std::int64_t{0}), count);
   }
   if (count == 0) return {nullptr, 0, 0};  // lists without entries have no memory
-  return {static_cast<const std::int32_t*>(entries.data) + entries.offset(batch, head) + row * entries.row_stride,
-          count, entries.key_stride};
+  return {
+      static_cast<const std::int32_t*>(entries.data) + entry_offset(entries, batch, head) + row * entries.row_stride,
+      count, entries.key_stride};
 }
 
 }  // namespace flash_dmattn::internal::cuda
