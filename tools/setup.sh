@@ -104,7 +104,8 @@ make_venv() {
   say "installing the packages that ${!#} pins into $venv (torch, where it is one of them, takes some minutes)"
   rm -f "$venv"/.installed-*
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
-  "$venv/bin/python" -m pip install --disable-pip-version-check -r "${!#}"
+  # Bytecode is compiled when it is first imported: that of all packages takes longer than to install them.
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile -r "${!#}"
   touch "$stamp"
 }
 
