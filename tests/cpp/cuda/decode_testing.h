@@ -39,7 +39,8 @@ struct Numbers {
   double epsilon() const { return dtype == DType::kBFloat16 ? 0x1p-7 : 0x1p-10; }
 };
 
-// (B, S, heads, D) with gaps of NaN between tokens and heads.
+// (B, S, heads, D) with gaps of NaN between tokens and heads. `aligned`: rows of a multiple of 8 elements begin at
+// multiples of 16 bytes, and so are copied by other instructions than rows elsewhere.
 struct Tokens {
   Numbers numbers;
   std::vector<std::uint16_t> host;
@@ -48,17 +49,21 @@ struct Tokens {
   std::unique_ptr<DeviceMemory> device;
 
   Tokens() = default;
-  Tokens(Rng& rng, Numbers numbers, std::int64_t batch, std::int64_t length, std::int64_t heads, std::int64_t head_dim)
+  Tokens(Rng& rng, Numbers numbers, std::int64_t batch, std::int64_t length, std::int64_t heads, std::int64_t head_dim,
+         bool aligned)
       : numbers(numbers) {
-    constexpr int kGaps[4] = {0, 8, 16, 3};
-    view.head_stride = head_dim + kGaps[rng() % 4];
-    view.token_stride = heads * view.head_stride + kGaps[rng() % 4];
+    const auto gap = [&] {
+      constexpr int kGaps[4] = {0, 8, 16, 3};
+      return kGaps[rng() % (aligned ? 3 : 4)];
+    };
+    view.head_stride = head_dim + gap();
+    view.token_stride = heads * view.head_stride + gap();
     if (rng() % 2 == 0) {  // heads outside
-      view.token_stride = head_dim + kGaps[rng() % 4];
-      view.head_stride = length * view.token_stride + kGaps[rng() % 4];
+      view.token_stride = head_dim + gap();
+      view.head_stride = length * view.token_stride + gap();
     }
-    view.batch_stride = std::max(length * view.token_stride, heads * view.head_stride) + kGaps[rng() % 4];
-    first = kGaps[rng() % 4];
+    view.batch_stride = std::max(length * view.token_stride, heads * view.head_stride) + gap();
+    first = gap();
     host.assign(static_cast<std::size_t>(first + batch * view.batch_stride), numbers.bits(kNaN));
     std::normal_distribution<double> normal;
     for (std::int64_t b = 0; b < batch; ++b)
@@ -122,6 +127,15 @@ struct Case {
           }
   }
   std::int64_t group() const { return problem.sizes.heads / problem.sizes.key_heads; }
+
+  // Random ones, of the sizes: all of them aligned, or each as it happens.
+  void make_tokens(Rng& rng) {
+    const Sizes& sizes = problem.sizes;
+    const bool aligned = rng() % 2 == 0;
+    query = Tokens(rng, numbers, sizes.batch, sizes.rows, sizes.heads, head_dim, aligned);
+    key = Tokens(rng, numbers, sizes.batch, sizes.keys, sizes.key_heads, head_dim, aligned);
+    value = Tokens(rng, numbers, sizes.batch, sizes.keys, sizes.key_heads, value_dim, aligned);
+  }
 
   // Hidden keys hold NaN, and so do bias entries that no score uses.
   void poison() {
@@ -284,9 +298,7 @@ inline Case plain_case(Rng& rng, DType dtype, const Sizes& sizes, int head_dim, 
   c.problem.visibility.rows = static_cast<std::int32_t>(sizes.rows);
   c.problem.visibility.keys = static_cast<std::int32_t>(sizes.keys);
   c.head_dim = c.value_dim = head_dim, c.scale = scale;
-  c.query = Tokens(rng, c.numbers, sizes.batch, sizes.rows, sizes.heads, head_dim);
-  c.key = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, head_dim);
-  c.value = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, head_dim);
+  c.make_tokens(rng);
   return c;
 }
 
@@ -353,9 +365,7 @@ inline Case random_case(Rng& rng, bool with_lists) {
       c.bias.view.data = c.bias.host.data();
     }
   }
-  c.query = Tokens(rng, c.numbers, sizes.batch, sizes.rows, sizes.heads, c.head_dim);
-  c.key = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, c.head_dim);
-  c.value = Tokens(rng, c.numbers, sizes.batch, sizes.keys, sizes.key_heads, c.value_dim);
+  c.make_tokens(rng);
   if (with_lists) c.take_lists(any_lists(rng, sizes));
   return c;
 }
