@@ -92,6 +92,10 @@ def test_order_does_not_change_the_result(head_dim: int) -> None:
                 mask=whole.mask,
             )
             got_part = run_library(part, deterministic=True)
-            # Not of gradients: how their sums are grouped depends on how many heads there are.
-            assert_same_bits({"out": got["out"][rows], "lse": got["lse"][batch, heads]}, got_part)
-            assert_case_close(part, {**got_part, "dquery": got["dquery"][rows]})
+            expected = {"out": got["out"][rows], "lse": got["lse"][batch, heads], "dquery": got["dquery"][rows]}
+            assert_case_close(part, {**got_part, "dquery": expected["dquery"]})
+            # Not of keys, nor where blocks take turns at the sums of queries, as on Hopper above head dim 32: how such
+            # sums are grouped depends on how many heads there are.
+            if head_dim > 32 and torch.cuda.get_device_capability() == (9, 0):
+                del expected["dquery"]
+            assert_same_bits(expected, got_part)
