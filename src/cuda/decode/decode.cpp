@@ -86,7 +86,8 @@ std::int32_t split_count(const SplitRule& rule, int processors) {
     const std::int64_t full_rounds = of_processor / kBlocksPerProcessor, rest = of_processor % kBlocksPerProcessor;
     const std::int64_t percent = full_rounds * kPercentOfKeys[kBlocksPerProcessor] + kPercentOfKeys[rest];
     const std::int64_t cost = divide_up(keys, splits) * percent / 100 +
-                              (full_rounds + (rest > 0 ? 1 : 0)) * round_cost + (splits > 1 ? kCombineCost : 0);
+                              divide_up(of_processor, kBlocksPerProcessor) * round_cost +
+                              (splits > 1 ? kCombineCost : 0);
     if (splits == least || cost < best_cost) best = splits, best_cost = cost;
   }
   return static_cast<std::int32_t>(best);

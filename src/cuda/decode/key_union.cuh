@@ -186,14 +186,14 @@ class KeyUnion {
     meanwhile();
     const std::int32_t split = block_.split;
     const auto range = static_cast<std::uint32_t>(range_), stripes = static_cast<std::uint32_t>(stripes_);
-    const auto key_of = [&](std::uint32_t stripe) { return params_.stripes.key_of(split, stripe); };
 #pragma unroll 1
     for (;;) {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const auto key = static_cast<std::uint32_t>(keys[j]);                               // large: no key
         const std::uint32_t stripe = params_.stripes.stripe_of(key), bit = stripe - range;  // large: a range before
-        if (key >= static_cast<std::uint32_t>(limit) || bit >= stripes || key_of(stripe) != key) continue;
+        if (key >= static_cast<std::uint32_t>(limit) || bit >= stripes || params_.stripes.key_of(split, stripe) != key)
+          continue;
         atomicOr(bits_ + bit / 32, 1u << bit % 32);
       }
       i += kBatch * kThreads;
