@@ -34,9 +34,12 @@ MOST_CALLS = 20
 HEAD_START_CYCLES = 3_000_000
 
 
-def seconds_between_events(work: Work, head_start_cycles: int = HEAD_START_CYCLES) -> float:
+def seconds_between_events(work: Work, head_start_cycles: int = HEAD_START_CYCLES, before: Work | None = None) -> float:
+    """Of `work`, once the device has waited and done what comes `before`."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(head_start_cycles)
+    if before is not None:
+        before()
     start.record()
     work()
     stop.record()

@@ -13,8 +13,10 @@ An error on one rank ends all: the ranks of a collective cannot go on without on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -51,13 +53,21 @@ NAMES = ("query", "key", "value", "key_bias")
 # ---- Timing
 
 
-def seconds(work: Work) -> float:
-    """Of one call, on this rank's device."""
-    if not torch.cuda.is_available():
+def seconds(work: Work, token: Tensor) -> float:
+    """Of one call, on this rank's device. All ranks call it.
+
+    GPUs meet after the host's head start, by adding up their tokens: under load their clocks differ by several percent,
+    so that they are through with it at times that differ by some tenths of a millisecond.
+    """
+    if token.device.type == "cpu":
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    return seconds_between_events(work, HEAD_START_CYCLES)
+    return seconds_between_events(work, HEAD_START_CYCLES, before=partial(dist.all_reduce, token))
+
+
+def _nothing() -> None:
+    """The work of a rank that lacks one."""
 
 
 @dataclass
@@ -76,20 +86,22 @@ class Bench:
         return figure if self.ranks == 2 and not self.quick and self.device.type == "cuda" else None
 
     def measure(self, works: dict[str, Work]) -> dict[str, list[list[float]]]:
-        """Milliseconds of every work on every rank, (ranks, samples). All ranks begin each sample together, works take
-        turns, and a rank that lacks one waits: its samples are NaN."""
+        """Milliseconds of every work on every rank, (ranks, samples). All ranks begin each sample together, and one
+        that lacks a work waits: its samples are NaN. Works take turns, in another order each time: after a long one
+        clocks are lower for a while."""
         every_rank: list[list[str]] = [[] for _ in range(self.ranks)]
         dist.all_gather_object(every_rank, list(works))
         names = list(dict.fromkeys(name for names in every_rank for name in names))
         samples: dict[str, list[float]] = {name: [] for name in names}
+        token, order = torch.zeros(1, device=self.device), random.Random(0)  # the same on every rank
         for repeat in range(WARM_UPS + self.repeats):
             if self.rank == 0:
                 PROGRESS.show(", ".join(names), max(repeat - WARM_UPS, 0), self.repeats)
-            for name in names:
+            for name in order.sample(names, len(names)):
                 dist.barrier()
-                taken = seconds(works[name]) * 1e3 if name in works else math.nan
+                taken = seconds(works.get(name, _nothing), token) * 1e3
                 if repeat >= WARM_UPS:
-                    samples[name].append(taken)
+                    samples[name].append(taken if name in works else math.nan)
         every: list[dict[str, list[float]]] = [{} for _ in range(self.ranks)]
         dist.all_gather_object(every, samples)
         return {name: [of_rank[name] for of_rank in every] for name in names}
@@ -249,7 +261,9 @@ def _parts(bench: Bench, problem: Problem, shares: dict[str, Tensor], gathered: 
     detached = {name: tensor.detach() for name, tensor in shares.items()} | {"scores": None, "key_mask": None}
     works = {
         "kept keys, chosen": partial(kept_keys, shares["key_bias"], problem.window, None),
-        "keys put in front of own": partial(prepend_kept, detached["query"], detached, gathered),
+        "keys put in front of own": partial(
+            prepend_kept, detached["query"], detached, dataclasses.replace(gathered, own=None)
+        ),
         "all-gather alone": lambda: collectives.wait_tensor(collectives.all_gather_tensor(forward, 0, group)),
         "reduce-scatter alone": lambda: collectives.wait_tensor(
             collectives.reduce_scatter_tensor(backward, "sum", 0, group)
@@ -429,10 +443,10 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             report.comparisons.append(each)
             with PROGRESS.cleared():
                 console.print(each.text, highlight=False, markup=False)
+            report.seconds[name] = time.perf_counter() - start
             if arguments.json and bench.rank == 0:
                 report.write_json(arguments.json)  # a run that is cut short leaves what it has
         bench.free()
-        report.seconds[name] = time.perf_counter() - start
         with PROGRESS.cleared():
             console.print(f"{name}: {report.seconds[name]:.0f} s", highlight=False)
     report.print_table(console)
@@ -448,10 +462,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    try:
-        run(arguments, device)
-    finally:
-        dist.destroy_process_group()
+    run(arguments, device)
+    # Not after an error: others may be in a collective, and this rank would wait for them instead of ending all.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -71,12 +71,13 @@ def machine(content: dict) -> str:
     about, versions = content["machine"], content["versions"]
     parts = [f"flash_dmattn {versions['flash_dmattn']}", f"torch {versions['torch']}"]
     parts += [f"{name} {versions[name]}" for name in ("transformers", "flash-attn-4") if name in versions]
-    parts += [f"commit {versions['commit'][:10]}"] if versions["commit"] else []
+    if commit := versions["commit"]:
+        parts.append(f"commit {commit[:10]}{' and changes' if commit.endswith('-dirty') else ''}")
     sentences = [
         f"{about['name']}, {about['threads']} threads of {about['cores']} cores, kernels {about['cpu']['isa_float']} "
         f"(float32) and {about['cpu']['isa_bfloat16']} (bfloat16)",
         f"{', '.join(parts)}, {content['date']}",
-        f"`python {shlex.join(_command(content))}`, {number(sum(content['seconds'].values()) / 60)} minutes",
+        f"`{shlex.join(_command(content))}`, {number(sum(content['seconds'].values()) / 60)} minutes",
         *content["notes"],
     ]
     quick = "**Small sizes, which only check the script: the figures mean nothing.** " if is_quick(content) else ""
@@ -84,8 +85,10 @@ def machine(content: dict) -> str:
 
 
 def _command(content: dict) -> list[str]:
-    """Without where the file went."""
-    command = list(content["command"])
+    """With what started it, and without where the file went."""
+    ranks = content["machine"].get("ranks")
+    start = ["torchrun", "--nproc-per-node", str(len(ranks))] if ranks else ["python"]
+    command = start + content["command"]
     if "--json" in command:
         at = command.index("--json")
         del command[at : at + 2]

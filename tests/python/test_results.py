@@ -23,7 +23,6 @@ CPU_SCRIPTS = {path.stem for path in BENCHMARKS.glob("cpu_*.py") if "benchmark_p
 MEASURED_BEFORE = {
     ("docs/benchmarks.md", "On a CPU with AMX"),
     ("docs/benchmarks.md", "Earlier figures"),
-    ("docs/benchmarks.md", "Split across GPUs"),
     ("docs/benchmarks.md", "Transformers' Doge"),
 }
 SAYS_SO = "easured before results were kept"

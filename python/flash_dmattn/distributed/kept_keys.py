@@ -7,13 +7,11 @@ puts the earlier ranks' in front of its own. Within packed documents these are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +21,10 @@ from .. import _library
 from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
 from ..selection import select_keys
 from ._dtensor import to_shares
-from ._ranks import check_agreement, check_shares, group_of, token_dim
+from ._ranks import check_agreement, check_shares, group_of
 from .packed import SplitDocuments, check_cu_seqlens, split_documents, within
-
-_ALIGNMENT = 16  # bytes, of the tensors in what a rank sends
+from .packing import by_head, pack
+from .prepend import OwnKeys, PrependKept
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +36,7 @@ class GatheredKeys:
     given: dict[str, Tensor | None]  # by name: what gather_kept_keys got
     kept: Tensor | None = None  # as kept_keys returns; None where nothing is sent
     received: Tensor | None = None  # uint8, of all ranks; reading it waits for it
+    own: OwnKeys | None = None  # this rank's keys in their place; None: in compiled code
     cu_seqlens: Tensor | None = None  # what gather_kept_keys got
 
     def check_given(self, tensors: dict[str, Tensor | None], window_size: int, group: object) -> None:
@@ -136,17 +135,23 @@ def start_gather(
     key, value, key_bias, scores, key_mask = (shares[name] for name in given)
     check_forms(key, value, key_bias, scores, key_mask)
     _library.check_devices((*given, "cu_seqlens"), (key, value, key_bias, scores, key_mask, cu_seqlens))
+    if window_size < 0:
+        raise ValueError(f"window_size must not be negative; got window_size {window_size}")
     if group.size() == 1 or 0 in (window_size, *key.shape[:3]):
         return GatheredKeys(group, window_size, given, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None:
         documents = split_documents(cu_seqlens, key.shape[1], dist.get_rank(group), group.size())
         key_mask = within(key_mask, documents.sends())
-    kept = kept_keys(key_bias if scores is None else scores, window_size, key_mask)
-    tensors = (key, value, *_in_one_form(key_bias, scores, kept))
-    packed = _pack([_by_head(tensor.detach()) for tensor in tensors if tensor is not None], kept)
+    best_by = key_bias if scores is None else scores
+    tensors = [key, value, *_in_one_form(key_bias, scores, *_sets(best_by, key_mask))]
+    tensors = [tensor.detach() for tensor in tensors if tensor is not None]
+    earlier = dist.get_rank(group) * min(window_size, key.shape[1])
+    own = None if torch.compiler.is_compiling() else OwnKeys.copied_beside(tensors, earlier)
+    kept = kept_keys(best_by, window_size, key_mask)
+    packed = pack([by_head(tensor) for tensor in tensors], kept)
     # Returns before it has ended: what follows runs beside it, until the result is read.
     received = collectives.all_gather_tensor(packed, 0, group)
-    return GatheredKeys(group, window_size, given, kept, received, cu_seqlens)
+    return GatheredKeys(group, window_size, given, kept, received, own, cu_seqlens)
 
 
 def check_forms(key: Tensor, value: Tensor, key_bias: Tensor, scores: Tensor | None, key_mask: Tensor | None) -> None:
@@ -187,9 +192,7 @@ def kept_keys(scores: Tensor, window_size: int, key_mask: Tensor | None) -> Tens
     Returns:
         int64 (B, heads, min(window_size, Sk)), of what scores and key_mask broadcast to.
     """
-    scores = scores.detach()
-    if key_mask is not None:
-        scores = scores.expand(max(scores.shape[0], key_mask.shape[0]), -1, -1)
+    scores = scores.detach().expand(*_sets(scores, key_mask), -1)
     seqlen_k = scores.shape[2]
     intervals = select_keys(scores, window_size, seqlen_q=1, causal=False, key_mask=key_mask)
     is_kept = intervals.begin < intervals.end
@@ -198,6 +201,12 @@ def kept_keys(scores: Tensor, window_size: int, key_mask: Tensor | None) -> Tens
     first = so_far[..., :1] - is_kept[..., :1].long()  # how many were kept before this head
     # The n-th is where the count reaches n, which is at the end where fewer are kept.
     return torch.searchsorted(so_far, first + torch.arange(1, min(window_size, seqlen_k) + 1, device=scores.device))
+
+
+def _sets(scores: Tensor, key_mask: Tensor | None) -> tuple[int, int]:
+    """Batch elements and heads that may keep different keys."""
+    batch, heads = scores.shape[:2]
+    return batch if key_mask is None else max(batch, key_mask.shape[0]), heads
 
 
 def prepend_kept(
@@ -209,9 +218,10 @@ def prepend_kept(
     kept = gathered.kept
     if kept is None:
         return key, value, key_bias, scores, key_mask
-    key_bias, scores = _in_one_form(key_bias, scores, kept)
-    key, value, key_bias, scores = _PrependKept.apply(
-        query, key, value, key_bias, scores, kept, gathered.received, gathered.group
+    key_bias, scores = _in_one_form(key_bias, scores, *kept.shape[:2])
+    own = None if torch.compiler.is_compiling() else gathered.own
+    key, value, key_bias, scores = PrependKept.apply(
+        query, key, value, key_bias, scores, own, kept, gathered.received, gathered.group
     )
     if key_mask is not None:
         earlier = key_bias.shape[2] - key_mask.shape[2]
@@ -222,137 +232,9 @@ def prepend_kept(
     return key, value, key_bias, scores, key_mask
 
 
-def _in_one_form(key_bias: Tensor, scores: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor | None]:
-    """As sent, in the widest of their forms: in another batch element or head a kept key stands in another place."""
-    batch, heads = (max(sizes) for sizes in zip(kept.shape[:2], key_bias.shape[:2], strict=True))
+def _in_one_form(key_bias: Tensor, scores: Tensor | None, batch: int, heads: int) -> tuple[Tensor, Tensor | None]:
+    """As sent, in the widest of their forms and that of the sets: in another one a kept key stands in another place."""
     if scores is not None:
-        scores = scores.detach().expand(*kept.shape[:2], -1)
+        scores = scores.detach().expand(batch, heads, -1)
+    batch, heads = max(batch, key_bias.shape[0]), max(heads, key_bias.shape[1])
     return key_bias.expand(batch, heads, -1), scores
-
-
-class _PrependKept(torch.autograd.Function):
-    """Puts the keys of earlier ranks in front of this rank's own, and sends back the gradients of what it made of them.
-
-    It takes the query only to run whenever a gradient is wanted: every rank has to join the backward's collective, also
-    the first one, which uses no other's keys, and one whose keys are frozen.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_bias: Tensor,
-        scores: Tensor | None,
-        kept: Tensor,
-        received: Tensor,
-        group: ProcessGroup,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        tensors = [tensor for tensor in (key, value, key_bias, scores) if tensor is not None]
-        own = [_by_head(tensor) for tensor in tensors]
-        rank, count = dist.get_rank(group), kept.shape[2]
-        earlier = rank * count
-        whole = []
-        for tensor in tensors:  # before the first read of what others sent, which may still be on its way
-            shape = list(tensor.shape)
-            shape[token_dim(tensor)] += earlier
-            whole.append(tensor.new_empty(shape))
-            _by_head(whole[-1])[:, :, earlier:].copy_(_by_head(tensor))
-        for target, source in zip(whole, _unpack(received, own, count, group.size()), strict=True):
-            _of_ranks(_by_head(target), rank, count).copy_(source[:rank])
-        ctx.save_for_backward(kept)
-        ctx.group = group
-        key, value, key_bias, *others = whole
-        if others:
-            ctx.mark_non_differentiable(*others)
-        return key, value, key_bias, others[0] if others else None
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        size, rank, count = ctx.group.size(), dist.get_rank(ctx.group), kept.shape[2]
-        earlier = rank * count
-        by_head = [_by_head(gradient) for gradient in gradients[:3]]
-        own = [gradient[:, :, earlier:] for gradient in by_head]
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        shapes = [_with_tokens(gradient, count) for gradient in by_head]
-        lengths = [shape.numel() for shape in shapes]
-        sent = gradients[0].new_zeros((size, sum(lengths)), dtype=dtype)
-        for part, gradient, shape in zip(sent.split(lengths, 1), by_head, shapes, strict=True):
-            part[:rank].view(rank, *shape).copy_(_of_ranks(gradient, rank, count))
-        sums = collectives.reduce_scatter_tensor(sent.view(-1), "sum", 0, ctx.group)
-        for gradient, part, shape in zip(own, sums.split(lengths), shapes, strict=True):
-            _add_at(gradient, kept, part.view(shape))
-        results = [
-            _by_head(gradient).contiguous() if ctx.needs_input_grad[index] else None
-            for index, gradient in enumerate(own, start=1)
-        ]
-        return None, *results, *([None] * 4)
-
-
-def _add_at(gradient: Tensor, kept: Tensor, others: Tensor) -> None:
-    """Adds to the gradient (B, heads, S, ...) of this rank's keys, in place, what others (B, heads, kept, ...) made of
-    those that it kept: in float32 with one rounding.
-
-    In place, although autograd made it: the keys in front of which others' stand have one reader, the attention, so its
-    gradient of them is nobody else's, and it is as large as all keys.
-    """
-    length = gradient.shape[2]
-    is_empty = kept == length
-    # An empty place repeats the first one, so that both write the same. Where none is kept, all are the last key's, to
-    # which nothing is added: nobody sees what is empty.
-    index = torch.where(is_empty, kept[..., :1], kept).clamp(max=length - 1).expand(*gradient.shape[:2], -1)
-    is_empty = is_empty.expand_as(index)
-    if gradient.dim() == 4:
-        index, is_empty = index[..., None].expand_as(others), is_empty[..., None]
-    others = torch.where(is_empty, others[:, :, :1], others)
-    gradient.scatter_(2, index, (others + gradient.gather(2, index)).to(gradient.dtype))
-
-
-def _by_head(tensor: Tensor) -> Tensor:
-    """(B, S, heads, D) as (B, heads, S, D), and back; (B, heads, S) as it is."""
-    return tensor.movedim(token_dim(tensor), 2)
-
-
-def _with_tokens(by_head: Tensor, count: int) -> torch.Size:
-    return torch.Size((*by_head.shape[:2], count, *by_head.shape[3:]))
-
-
-def _of_ranks(by_head: Tensor, rank: int, count: int) -> Tensor:
-    """(rank, B, heads, count, ...): a view of the keys of each earlier rank."""
-    return by_head[:, :, : rank * count].unflatten(2, (rank, count)).movedim(2, 0)
-
-
-def _take(tensor: Tensor, kept: Tensor) -> Tensor:
-    """Of (B, heads, S, ...) what is kept; where nothing is, any other, or -inf per key, which no selection keeps."""
-    length = tensor.shape[2]
-    index = kept.clamp(max=length - 1).expand(*tensor.shape[:2], -1)
-    if tensor.dim() == 4:
-        return tensor.gather(2, index[..., None].expand(-1, -1, -1, tensor.shape[3]))
-    return tensor.gather(2, index).masked_fill(kept == length, -torch.inf)
-
-
-def _pack(tensors: Sequence[Tensor], kept: Tensor) -> Tensor:
-    """uint8 (bytes,): what is kept of each tensor (B, heads, S, ...), one after the other, aligned."""
-    parts = []
-    for tensor in tensors:
-        taken = _take(tensor, kept)
-        as_bytes = taken.reshape(-1).view(torch.uint8)
-        parts.append(torch.nn.functional.pad(as_bytes, (0, _padded(taken.nbytes) - taken.nbytes)))
-    return torch.cat(parts)
-
-
-def _unpack(received: Tensor, tensors: Sequence[Tensor], count: int, ranks: int) -> Iterator[Tensor]:
-    """(P, B, heads, kept, ...) of each of the tensors that all ranks packed."""
-    received, first = received.view(ranks, -1), 0
-    for tensor in tensors:
-        shape = _with_tokens(tensor, count)
-        nbytes = shape.numel() * tensor.element_size()
-        yield received[:, first : first + nbytes].view(tensor.dtype).unflatten(1, shape)
-        first += _padded(nbytes)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
