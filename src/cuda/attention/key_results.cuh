@@ -17,7 +17,7 @@ template <int kHeadDim, int kMTiles, int kNTiles>
 __device__ inline void add_to_sums(const float (&gradient)[kMTiles][kNTiles][4], const BackwardParams& params,
                                    const KeyBlock& block, const std::int32_t* keys, int first_row, int first_column,
                                    float* sums, float factor) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = recomputed(static_cast<int>(threadIdx.x)) % 32;  // not kept over what comes before
   const bool odd = lane % 2 != 0;
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m) {

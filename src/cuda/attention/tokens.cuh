@@ -105,7 +105,7 @@ __device__ inline void load_rows(int thread, const SharedTile<kColumns> (&tiles)
 
 // Four words of each of four neighbouring lanes, as a matrix with a row a lane, transposed.
 __device__ inline void transpose_quad(std::uint32_t (&words)[4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 4;
+  const int lane = recomputed(static_cast<int>(threadIdx.x)) % 4;
   // Blocks of two by two change places, then the words of each block.
 #pragma unroll
   for (int distance = 2; distance > 0; distance /= 2) {

@@ -15,7 +15,7 @@ __device__ inline int recomputed(int value) {
   return value;
 }
 template <typename T>
-__device__ inline const T* recomputed(const T* pointer) {
+__device__ inline T* recomputed(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }

@@ -33,9 +33,14 @@ struct BackwardConfig {
   // Whether gradients of scores are made from rounded probabilities, as there are no registers to keep others.
   static constexpr bool kUnpacksProbabilities = kHeadDim != 96;
 
-  // Whether a consumer's turn at the tensor cores goes on to the next step's scores, and whether it asks for that step
-  // before it adds gradients of queries to memory, which keep what it reads of shared memory behind them. Measured.
-  static constexpr bool kLongTurns = kHeadDim > 64, kAsksEarly = kHeadDim == 96;
+  // Of consumers that own keys, all measured:
+  // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow;
+  // whether a turn at the tensor cores goes on to the next step's scores;
+  // whether it is found where sums of queries lie before the products are waited for;
+  // whether the next step is asked for before the products for values, and not after them.
+  static constexpr int kEarlyPairs = kHeadDim <= 64 ? 4 : kHeadDim <= 96 ? 8 : 6;
+  static constexpr bool kLongTurns = kHeadDim > 64, kFindsSumsEarly = kHeadDim <= 96;
+  static constexpr bool asks_early(bool planned) { return kHeadDim == 96 || (kHeadDim == 128 && planned); }
 
   // Of a deterministic backward: places that steps take by turns while they wait for their turn to add gradients of
   // queries. There are more than steps from the one that was brought last to the one that is added.

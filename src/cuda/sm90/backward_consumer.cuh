@@ -14,6 +14,7 @@ struct BackwardConsumer {
   using Fragments = typename Steps::Fragments;
   static constexpr int kRowNTiles = Steps::kRowNTiles, kDimNTiles = Steps::kDimNTiles,
                        kQueryNTiles = Steps::kQueryNTiles;
+  static constexpr bool kAsksEarly = Config::asks_early(Block::kPlanned);
 
   Steps steps;
   float dkeys[1][kDimNTiles][4], dvalues[1][kDimNTiles][4];
@@ -62,8 +63,7 @@ struct BackwardConsumer {
   }
 
   // One consumer at a time begins a block of products: those of gradients of queries and keys and, where turns are
-  // long, of the next step's scores and their gradients. The other makes probabilities and gradients of scores
-  // meanwhile.
+  // long, of the next step's scores. The other makes probabilities and gradients of scores meanwhile.
   __device__ void take_turn() const { sync_named_barrier(kTurnBarrier + steps.group, Config::kConsumers * kWarpGroup); }
   __device__ void pass_turn() const {
     arrive_named_barrier(kTurnBarrier + (steps.group + 1) % Config::kConsumers, Config::kConsumers * kWarpGroup);
@@ -71,24 +71,34 @@ struct BackwardConsumer {
 
   // All steps of the work; the first one exists. Gradients of queries are computed a step late: those of scores, which
   // they take from both consumers, have then been there for a while, and neither has to wait for the other.
+  //
+  // What a warp asks of memory, of a barrier too, waits behind the products that it has issued: until the last of them
+  // has begun. So the next step's scores begin as soon as gradients are there, before these are added to memory, and
+  // what they need to know is asked for earlier.
   __device__ void run_steps() {
     if (steps.lane() == 0) steps.head() = steps.facts().head;
     __syncwarp();
     int tile = -1;  // of the step before
     if (steps.group == Config::kConsumers - 1) pass_turn();
     steps.multiply(steps.scores, steps.block.keys, steps.queries());
+    float2 lse[Config::kEarlyPairs];
+    steps.read_pairs(lse, steps.facts().rows.lse);
 #pragma unroll 1
     while (true) {
       // As in wait_for_step: the compiler forgets it from one round to the next.
       steps.mark = __reduce_or_sync(~0u, steps.mark);
-      if (steps.has(Facts::kStartsHead)) steps.start_head();
+      if (steps.has(Facts::kStartsHead)) {
+        steps.start_head();
+        steps.read_pairs(lse, steps.facts().rows.lse);  // again: nothing else is kept in registers over that
+      }
       float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
       steps.multiply(gradients, steps.block.values, steps.output_gradients());
-      if (Config::kLongTurns && tile >= 0) pass_turn();
       wgmma_wait<1>();
       settle(steps.scores);
       Fragments probabilities, packed;
-      steps.make_probabilities(probabilities);
+      steps.make_probabilities(probabilities, lse);
+      std::uint32_t next_mark = 0;
+      if (kAsksEarly) next_mark = steps.next_mark();
       steps.add_products(dvalues, probabilities, steps.output_gradients());
       wgmma_wait<1>();
       settle(gradients);
@@ -96,28 +106,39 @@ struct BackwardConsumer {
       steps.pack_fragments(gradients, packed);
       steps.wait_for_score_gradients(steps.last_number());
       steps.store_score_gradients(packed);
+      const int last_tile = tile, own_stage = steps.stage();
+      const std::uint32_t last_number = steps.last_number();
+      tile = steps.facts().tile;
+      if (!kAsksEarly) next_mark = steps.next_mark();
+      next_mark = __reduce_or_sync(~0u, next_mark);
       take_turn();
-      steps.multiply_score_gradients(steps.score_gradients(steps.last_number()), steps.group, dqueries);
+      steps.multiply_score_gradients(steps.score_gradients(last_number), steps.group, dqueries);
       steps.add_products(dkeys, packed, steps.queries());
       if (!Config::kLongTurns) pass_turn();
-      const int own_tile = steps.facts().tile, own_stage = steps.stage();
-      const std::uint32_t last_number = steps.last_number();
-      if (Config::kAsksEarly) steps.wait_for_next_step();
-      wgmma_wait<1>();
-      settle(dqueries);
-      if (tile >= 0) {
-        steps.wait_for_turn(last_number);
-        steps.add_query_gradients(dqueries, steps.group, tile);
-        steps.pass_turn(last_number);
-      }
-      tile = own_tile;
+      steps.publish_score_gradients();
+      float* sums = steps.query_sums(steps.group, last_tile);
+      if (Config::kFindsSumsEarly) sums = recomputed(sums);  // found here, where the compiler would do so later
+      const auto end_step = [&] {
+        if (last_tile >= 0) {
+          steps.wait_for_turn(last_number);
+          steps.add_query_gradients(dqueries, steps.group, sums);
+          steps.pass_turn(last_number);
+        }
+        steps.release(own_stage);  // not before that is added: turns at sums count steps by it
+        if (Config::kLongTurns) pass_turn();
+      };
+      // From here on of the next step, if there is one.
+      steps.mark = next_mark;
+      steps.read_pairs(lse, steps.facts().rows.lse);
       wgmma_wait<0>();
-      steps.release(own_stage);
-      if (!Config::kAsksEarly) steps.wait_for_next_step();
-      if (!steps.has(Facts::kExists)) break;
+      settle(dqueries);
+      if (!steps.has(Facts::kExists)) {
+        end_step();
+        break;
+      }
       steps.multiply(steps.scores, steps.block.keys, steps.queries());
+      end_step();
     }
-    if (Config::kLongTurns) pass_turn();
     add_last_query_gradients(tile);
     if (steps.group == 0) take_turn();  // that is left over: no barrier may be left with threads that have arrived
     if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());

@@ -185,18 +185,19 @@ struct BackwardSteps {
     }
   }
 
-  // Scores of large rows become their distances from lse.
+  // Scores of large rows become their distances from lse. One row after another, as there are few registers.
   __device__ void subtract_large_rows() {
     const BackwardParams& params = rare_params();
-    const std::int64_t first =
-        (static_cast<std::int64_t>(work().block.batch) * params.heads + facts().head) * params.rows + facts().first_row;
+    const std::uint32_t lse_of_rows = shared_address(&facts().rows.lse[first_row()]);
+    const RowStats* stats =
+        params.row_stats + (static_cast<std::int64_t>(work().block.batch) * params.heads + facts().head) * params.rows +
+        facts().first_row + first_row();
 #pragma unroll
     for (int n = 0; n < kRowNTiles; ++n)
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const int row = first_row() + 8 * n + pair;
-        if (!is_large_row(facts().rows.lse[row])) continue;
-        const LargeLse lse(params.score, params.row_stats[first + row]);
+        if (!is_large_row(__uint_as_float(load_shared(lse_of_rows + (8 * n + pair) * 4)))) continue;
+        const LargeLse lse(params.score, stats[8 * n + pair]);
         scores[n][pair] = lse.distance(params.score, scores[n][pair]);
         scores[n][pair + 2] = lse.distance(params.score, scores[n][pair + 2]);
       }
@@ -205,6 +206,14 @@ struct BackwardSteps {
   // Of the thread's rows 8 n and the next one.
   __device__ float2 pair_of(const float (&row_facts)[kTileRows], int n) const {
     return *reinterpret_cast<const float2*>(&row_facts[first_row() + 8 * n]);
+  }
+
+  // The first kCount of these, at this place of the program.
+  template <int kCount>
+  __device__ void read_pairs(float2 (&pairs)[kCount], const float (&row_facts)[kTileRows]) const {
+    const std::uint32_t address = shared_address(&row_facts[first_row()]);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) pairs[n] = load_shared_float2(address + n * 8 * sizeof(float));
   }
 
   // Scores become probabilities; lse_of(n): of the thread's rows 8 n and the next one.
@@ -275,6 +284,9 @@ struct BackwardSteps {
     for (int depth = 0; depth < kRowNTiles / 2; ++depth) {
       store_matrices(target + depth / 4 * kKeyPanel + ((depth % 4 * 2 + matrix / 2) ^ row) * 16, packed[depth]);
     }
+  }
+  // Tells the consumers that take them.
+  __device__ void publish_score_gradients() const {
     fence_async_proxy();
     __syncwarp();
     if (Config::kSplitsGradients || lane() == 0) arrive(score_gradients_full(number()));
@@ -285,10 +297,16 @@ struct BackwardSteps {
   // Adds part `part` of a step's query gradients in the order of the registers, so that neighbouring threads add to
   // neighbouring addresses (query_gradients.cu reads them).
   __device__ void add_query_gradients(const float (&dqueries)[kQueryNTiles][4], int part, int tile) const {
+    add_query_gradients(dqueries, part, query_sums(part, tile));
+  }
+  // The thread's first sums.
+  __device__ float* query_sums(int part, int tile) const {
+    return block.params.dquery_sums + static_cast<std::int64_t>(tile) * (kTileRows * kHeadDim) +
+           (part * kQueryNTiles * kWarpGroup + thread() % kWarpGroup) * 4;
+  }
+  __device__ void add_query_gradients(const float (&dqueries)[kQueryNTiles][4], int part, float* target) const {
     if (block.params.dquery_sums == nullptr) return;
     const int first_n = part * kQueryNTiles;
-    float* target = block.params.dquery_sums + static_cast<std::int64_t>(tile) * (kTileRows * kHeadDim) +
-                    (first_n * kWarpGroup + thread() % kWarpGroup) * 4;
 #pragma unroll
     for (int n = 0; n < kQueryNTiles; ++n) {
       if (kHeadDim % 64 != 0 && first_n + n >= kDimNTiles) break;
@@ -406,10 +424,16 @@ struct BackwardSteps {
     wait(shared_address(&block.shared.steps.full[stage]), parity);
     mark = __reduce_or_sync(~0u, lane() == 0 ? block.shared.facts[stage].mark : 0);
   }
-  __device__ void wait_for_next_step() {
-    const bool wraps = stage() == kStages - 1;
+  __device__ void wait_for_next_step() { wait_for_step(next_stage(), next_parity()); }
+  // The same, but of the mark what each lane has read: a reduction hands it out.
+  __device__ std::uint32_t next_mark() const {
+    wait(shared_address(&block.shared.steps.full[next_stage()]), next_parity());
+    return lane() == 0 ? load_shared(shared_address(&block.shared.facts[next_stage()].mark)) : 0;
+  }
+  __device__ int next_stage() const { return stage() == kStages - 1 ? 0 : stage() + 1; }
+  __device__ std::uint32_t next_parity() const {
     const std::uint32_t parity = has(Facts::kOddRound) ? 1 : 0;
-    wait_for_step(wraps ? 0 : stage() + 1, wraps ? parity ^ 1 : parity);
+    return stage() == kStages - 1 ? parity ^ 1 : parity;
   }
 
   // Once keys and values of the work are there.
@@ -433,14 +457,15 @@ struct BackwardSteps {
     arrive(shared_address(&block.shared.steps.empty[stage]));
   }
 
-  __device__ void make_probabilities(Fragments& packed) {
-    make_probabilities(packed, [&](int n) { return pair_of(facts().rows.lse, n); });
-  }
-  template <typename LseOf>
-  __device__ void make_probabilities(Fragments& packed, LseOf lse_of) {
+  // lse: of the thread's rows, as many as were read before.
+  template <int kCount>
+  __device__ void make_probabilities(Fragments& packed, float2 (&lse)[kCount]) {
     if (has(Facts::kTransforms)) make_scores();
-    if (has(Facts::kLargeRows)) subtract_large_rows();
-    exponentiate(lse_of);
+    if (has(Facts::kLargeRows)) {
+      subtract_large_rows();
+      read_pairs(lse, facts().rows.lse);  // again: there are no registers for both
+    }
+    exponentiate([&](int n) { return n < kCount ? lse[n % kCount] : pair_of(facts().rows.lse, n); });
     if (!has(Facts::kFull)) hide(scores);
     pack_fragments(scores, packed);
   }

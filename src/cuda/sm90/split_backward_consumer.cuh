@@ -127,7 +127,7 @@ struct SplitBackwardConsumer {
       steps.mark = __reduce_or_sync(~0u, steps.mark);
       if (steps.has(Facts::kStartsHead) && steps.has(Facts::kBiased)) steps.read_key_bias();
       Fragments probabilities;
-      steps.make_probabilities(probabilities, [&](int n) { return lse[n]; });
+      steps.make_probabilities(probabilities, lse);
       steps.wait_for_score_gradients(steps.last_number());
       store_probabilities(probabilities);
       begin_query_gradients(steps.last_number(), 0, dqueries);
@@ -193,6 +193,7 @@ struct SplitBackwardConsumer {
       steps.make_score_gradients(probabilities, gradients);
       steps.pack_fragments(gradients, packed);
       steps.store_score_gradients(packed);
+      steps.publish_score_gradients();
       steps.add_products(sums, packed, steps.queries());
       const int own_tile = steps.facts().tile, own_stage = steps.stage();
       steps.wait_for_score_gradients(steps.number());  // of the other warps
