@@ -78,6 +78,18 @@ def as_int(name: str, value: object) -> int:
     return int(value)
 
 
+def as_size(name: str, value: object) -> int:
+    """The value as a number of things.
+
+    Raises:
+        TypeError: it is no integer. ValueError: it is negative, or does not fit 64 bits.
+    """
+    value = as_int(name, value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative; got {name} {value}")
+    return value
+
+
 def as_length(name: str, value: object) -> int:
     """The value as a number of rows or keys.
 

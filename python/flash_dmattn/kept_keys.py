@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _library
-from ._arguments import as_int, check_optional_tensor, check_tensor
+from ._arguments import as_size, check_optional_tensor, check_tensor
 from .key_indices import KeyIndices
 from .selection import select_keys
 
@@ -134,7 +134,7 @@ class KeptKeys:
         """
         _refuse_windows(sliding_window)
         sizes = {"batch": batch, "heads": heads, "window_size": window_size}
-        shape = [_size(name, size) for name, size in sizes.items()]
+        shape = [as_size(name, size) for name, size in sizes.items()]
         if dtype not in _FLOATING:
             raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got dtype {dtype}")
         indices = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -168,7 +168,7 @@ class KeptKeys:
         best = select_keys(
             scores, window_size, seqlen_q=1, causal=False, key_mask=key_mask, seqlens_k=seqlens_k
         )  # what the last row keeps under either rule
-        kept, window_size = best.begin < best.end, _size("window_size", window_size)
+        kept, window_size = best.begin < best.end, as_size("window_size", window_size)
         # Kept keys move to the places 0, 1, ..., all others to one place too many, which is cut off.
         place = torch.where(kept, kept.cumsum(2) - 1, window_size)
         key = torch.arange(kept.shape[2], dtype=torch.int32, device=kept.device).expand(kept.shape)
@@ -245,13 +245,6 @@ class KeptKeys:
 
 def _shown(name: str, tensor: Tensor) -> str:
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _size(name: str, value: int) -> int:
-    value = as_int(name, value)
-    if value < 0:
-        raise ValueError(f"{name} must not be negative; got {name} {value}")
-    return value
 
 
 def _refuse_windows(sliding_window: object) -> None:

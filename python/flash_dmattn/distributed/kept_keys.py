@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _library
-from .._arguments import as_int, check_bool, check_optional_tensor, check_tensor
+from .._arguments import as_int, as_size, check_bool, check_optional_tensor, check_tensor
 from ..selection import select_keys
 from ._dtensor import to_shares
 from ._ranks import check_agreement, check_shares, group_of
@@ -135,8 +135,7 @@ def start_gather(
     key, value, key_bias, scores, key_mask = (shares[name] for name in given)
     check_forms(key, value, key_bias, scores, key_mask)
     _library.check_devices((*given, "cu_seqlens"), (key, value, key_bias, scores, key_mask, cu_seqlens))
-    if window_size < 0:
-        raise ValueError(f"window_size must not be negative; got window_size {window_size}")
+    as_size("window_size", window_size)
     if group.size() == 1 or 0 in (window_size, *key.shape[:3]):
         return GatheredKeys(group, window_size, given, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None:

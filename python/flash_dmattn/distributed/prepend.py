@@ -22,28 +22,35 @@ class OwnKeys:
     ranks: a copy that a GPU may still be making, beside what its current stream does."""
 
     tensors: list[Tensor]
-    copied: torch.cuda.Event | None = None  # None: they are there
+    written: torch.cuda.Event | None = None  # None: they are
+
+    @classmethod
+    def copied(cls, tensors: Sequence[Tensor], earlier: int) -> OwnKeys:
+        """Of the tensors as they are now, with `earlier` tokens of room."""
+        whole = [_with_room(tensor, earlier) for tensor in tensors]
+        _copy_behind(whole, tensors, earlier)
+        return cls(whole)
 
     @classmethod
     def copied_beside(cls, tensors: Sequence[Tensor], earlier: int) -> OwnKeys:
-        """Of the tensors as they are now, with `earlier` tokens of room. The copy takes the memory's time, and what a
-        rank chooses and packs meanwhile mostly waits; in compiled code one follows the other."""
-        if torch.compiler.is_compiling() or not tensors[0].is_cuda:
-            return cls(_copied(tensors, [_with_room(tensor, earlier) for tensor in tensors], earlier))
+        """The same; on a GPU by a stream of its own, and not in compiled code. The copy takes the memory's time, and
+        what a rank chooses and packs meanwhile mostly waits."""
+        if not tensors[0].is_cuda:
+            return cls.copied(tensors, earlier)
         # Made for the current stream, whose work so far the other one waits for: nobody else uses this memory by then.
         whole = [_with_room(tensor, earlier) for tensor in tensors]
         stream = torch.cuda.Stream(tensors[0].device)
         stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(stream):
-            _copied(tensors, whole, earlier)
+            _copy_behind(whole, tensors, earlier)
         for tensor in whole:
             tensor.record_stream(stream)  # a handle that nobody reads may be gone before they are written
         return cls(whole, stream.record_event())
 
     def wait(self) -> list[Tensor]:
         """The tensors, for the current stream."""
-        if self.copied is not None:
-            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.copied)
+        if self.written is not None:
+            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.written)
         return self.tensors
 
 
@@ -53,10 +60,9 @@ def _with_room(tensor: Tensor, earlier: int) -> Tensor:
     return tensor.new_empty(shape)
 
 
-def _copied(tensors: Sequence[Tensor], whole: list[Tensor], earlier: int) -> list[Tensor]:
+def _copy_behind(whole: Sequence[Tensor], tensors: Sequence[Tensor], earlier: int) -> None:
     for target, tensor in zip(whole, tensors, strict=True):
         by_head(target)[:, :, earlier:].copy_(by_head(tensor))
-    return whole
 
 
 class PrependKept(torch.autograd.Function):
@@ -83,7 +89,7 @@ class PrependKept(torch.autograd.Function):
         tensors = [tensor for tensor in (key, value, key_bias, scores) if tensor is not None]
         rank, count = dist.get_rank(group), kept.shape[2]
         # Before the first read of what others sent, which may still be on its way.
-        whole = (own or OwnKeys.copied_beside(tensors, rank * count)).wait()
+        whole = (own or OwnKeys.copied(tensors, rank * count)).wait()
         sources = unpack(received, [by_head(tensor) for tensor in tensors], count, group.size())
         for target, source in zip(whole, sources, strict=True):
             of_ranks(by_head(target), rank, count).copy_(source[:rank])
