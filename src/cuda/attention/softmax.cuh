@@ -137,26 +137,30 @@ __device__ inline bool is_calm(float multiplier, float row_max) {
   return fabsf(__fmul_rn(row_max, multiplier)) <= kMostCalm;
 }
 
-// Says whether any of the warp's rows is to be raised.
-template <int kMTiles, int kNTiles>
-__device__ inline bool exponentiate_calm_rows(float multiplier, float (&scores)[kMTiles][kNTiles][4],
-                                              const float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles]) {
-  bool outgrown = false;
-#pragma unroll
-  for (int i = 0; i < 2 * kMTiles; ++i) {
-    float reference = __fmul_rn(row_max[i], multiplier);
-    // Row by row: an operand that neighbouring instructions share is read from the registers once, and products in the
-    // background need these, too.
-    if (i > 0) reference = once_there(*pair_at(scores, i - 1, kNTiles * 3 / 4), reference);
-    float sum = 0;
-    for_each_in_row(scores, i, [&](int, int, float& score) {
-      score = exp2_fast(fmaf(score, multiplier, -reference));
-      sum += score;
-    });
-    row_sum[i] += sum;
-    outgrown |= !(sum <= kTolerated);
-  }
-  return __any_sync(~0u, outgrown);
+// Of the thread's row i, `kGroup` scores after another. Says whether it is to be raised.
+//
+// The compiler would begin with all multiplications, beside which the unit that exponentiates has little to do, and end
+// with nothing but exponentials. What a score is relative to is therefore there only once the first power of the group
+// before is, times zero: the exponents of a group are made while the powers of the one before it are.
+template <int kGroup, int kMTiles, int kNTiles>
+__device__ inline bool exponentiate_calm_row(float multiplier, float (&scores)[kMTiles][kNTiles][4], int i,
+                                             const float (&row_max)[2 * kMTiles], float (&row_sum)[2 * kMTiles]) {
+  static_assert(kGroup % 2 == 0);
+  float reference = __fmul_rn(row_max[i], multiplier);
+  // Row by row: an operand that neighbouring instructions share is read from the registers once, and products in the
+  // background need these, too.
+  if (i > 0) reference = once_there(*pair_at(scores, i - 1, kNTiles * 3 / 4), reference);
+  float sum = 0;
+  for_each_in_row(scores, i, [&](int n, int pair, float& score) {
+    // A power that is not finite leaves a sum that is not, and the row is computed again in any case.
+    if (n > 0 && (2 * n + pair) % kGroup == 0) {
+      reference = fmaf(*pair_at(scores, i, n - kGroup / 2), 0.0f, reference);
+    }
+    score = exp2_fast(fmaf(score, multiplier, -reference));
+    sum += score;
+  });
+  row_sum[i] += sum;
+  return !(sum <= kTolerated);
 }
 
 // Raises row_max of rows whose `probabilities` have grown, to where the highest of them is 1.

@@ -94,6 +94,8 @@ struct ForwardConfig {
   // and wait for the tensor cores anyway; one other kernel has none, either.
   static constexpr bool kHasCalmLoop =
       kHeadDim <= 192 && kScoring != Scoring::kAny && !(kHeadDim == 128 && kScoring == Scoring::kKeyBiased);
+  // Of a calm row: how many exponents are made at a time (exponentiate_calm_row). Measured.
+  static constexpr int kGroupedScores = kPlanned ? 8 : 16;
 
   // Shared memory: panels of 64 columns, 128 bytes a row.
   static constexpr int panels(int columns) { return (columns + 63) / 64; }

@@ -77,11 +77,16 @@ struct ForwardConsumer : ForwardScores<Block> {
 
   __device__ void pack_probabilities(std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) const {
 #pragma unroll
+    for (int row = 0; row < 2; ++row) pack_row(probabilities, row);
+  }
+  // Those of the thread's first or second row.
+  __device__ void pack_row(std::uint32_t (&probabilities)[kKeyNTiles / 2][4], int row) const {
+#pragma unroll
     for (int depth = 0; depth < kKeyNTiles / 2; ++depth)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = pair_at(scores, i % 2, 2 * depth + i / 2);
-        probabilities[depth][i] = pack<Element>(pair[0], pair[1]);
+      for (int half = 0; half < 2; ++half) {
+        const float* pair = pair_at(scores, row, 2 * depth + half);
+        probabilities[depth][row + 2 * half] = pack<Element>(pair[0], pair[1]);
       }
   }
 
@@ -243,16 +248,23 @@ struct ForwardConsumer : ForwardScores<Block> {
     wgmma_wait<1>();
     prepare_scores();
     if constexpr (kCalm) {
-      const bool outgrown = exponentiate_calm_rows(multiplier, scores, row_max, row_sum);
+      // The first row's are packed beside the second row's exponentials: in registers that products read until then.
+      bool outgrown = exponentiate_calm_row<Config::kGroupedScores>(multiplier, scores, 0, row_max, row_sum);
       wait_for_sums();
-      if (outgrown) raise_references(multiplier, scores, row_max, row_sum, sums);
+      pack_row(probabilities, 0);
+      outgrown |= exponentiate_calm_row<Config::kGroupedScores>(multiplier, scores, 1, row_max, row_sum);
+      if (__any_sync(~0u, outgrown)) {
+        raise_references(multiplier, scores, row_max, row_sum, sums);
+        pack_row(probabilities, 0);
+      }
+      pack_row(probabilities, 1);
     } else {
       float rescale[2];
       exponentiate_rows(multiplier, scores, row_max, row_sum, rescale);
       wait_for_sums();
       rescale_rows(rescale, sums);
+      pack_probabilities(probabilities);
     }
-    pack_probabilities(probabilities);
   }
 
   // Up to the end of the last work of a chain, whose rows are to be stored.
