@@ -80,11 +80,22 @@ __device__ inline int sum_over_lists(const std::int32_t* values, int list_count)
   return warp_sum(lane < list_count ? values[lane] : 0);
 }
 
+// How many of a chunk's arrivals may be looked at alone, if no live key is lower than `bound`: its highest ones,
+// rounded up to a power of two that is a warp's lanes at least. Those below are never live, and put out nothing but
+// themselves.
+template <typename Key>
+__device__ int rivals_of(const Key* sArrivals, Key bound) {
+  const int above = kChunkKeys<Key> - count_below(sArrivals, kChunkKeys<Key>, bound);
+  return above <= kWarp ? kWarp : 1 << (32 - __clz(above - 1));
+}
+
 // Cuts the lists down to few more keys than those of the ranks [first, first + wanted) in their union; returns by how
 // much `first` falls. Samples, the last of every `stride` keys, bound ranks: g samples below a key mean that at least
-// g * stride keys of the lists are below it, and at most stride - 1 more of each list.
+// g * stride keys of the lists are below it, and at most stride - 1 more of each list. No more are wanted than there
+// are arrivals above the lowest that may be live.
 template <typename Key>
-__device__ int narrow(SharedLists<Key>& lists, int list_count, int total, int first, int wanted) {
+__device__ int narrow(SharedLists<Key>& lists, int list_count, int total, int first, const Key* sArrivals,
+                      int& wanted) {
   // The coarsest that leaves no more than a block merges, if so few samples can.
   int log_stride = 1;
   const auto most_left = [&](int stride) { return wanted + 2 * stride + 2 * list_count * (stride - 1); };
@@ -92,9 +103,12 @@ __device__ int narrow(SharedLists<Key>& lists, int list_count, int total, int fi
   const Key* samples = lists.keys + gather_sorted(lists, list_count, log_stride);
   const int sample_count = lists.offset[kMaxLists];
   const int surely_below = first - list_count * ((1 << log_stride) - 1);
-  const int low = surely_below >> log_stride, high = (first + (wanted - 1)) >> log_stride;
-  const bool has_low = surely_below >= 0, has_high = high < sample_count;
-  const Key low_key = has_low ? samples[low] : Key{0}, high_key = has_high ? samples[high] : Key{0};
+  const bool has_low = surely_below >= 0;
+  const Key low_key = has_low ? samples[surely_below >> log_stride] : Key{0};
+  if (has_low) wanted = min(wanted, rivals_of(sArrivals, low_key));
+  const int high = (first + (wanted - 1)) >> log_stride;
+  const bool has_high = high < sample_count;
+  const Key high_key = has_high ? samples[high] : Key{0};
   for (int task = threadIdx.x / kWarp; task < 2 * list_count; task += kEvictionThreads<Key> / kWarp) {
     const bool is_begin = task < list_count;
     const int list = is_begin ? task : task - list_count, length = lists.length[list];
@@ -144,8 +158,9 @@ __device__ int lists_before(SharedLists<Key>& lists, const ListLayout& layout, c
   return list_count;
 }
 
-// The lowest live keys before a chunk, as many as the chunk has keys or the window slots: first `empty` slots, which
-// are lower than any key, then `count` keys from lists.keys[first] on, ascending.
+// The lowest live keys before a chunk, as many as the chunk has arrivals that may be higher than the lowest of them, or
+// the window slots: first `empty` slots, which are lower than any key, then `count` keys from lists.keys[first] on,
+// ascending.
 template <typename Key>
 struct LiveKeys {
   const SharedLists<Key>& lists;
@@ -164,16 +179,17 @@ struct LiveKeys {
 
 template <typename Key>
 __device__ LiveKeys<Key> lowest_live_keys(SharedLists<Key>& lists, const ListLayout& layout, const Key* head_lists,
-                                          int chunk) {
+                                          int chunk, const Key* sArrivals) {
   const int slots = static_cast<int>(layout.best_at(0)), window = static_cast<int>(layout.window);
   const int list_count = lists_before(lists, layout, head_lists, chunk);
   int total = sum_over_lists(lists.length, list_count);
   int first = total - window;  // of the live keys among all by rank
-  const int empty = first >= 0 ? 0 : min(-first, slots), wanted = slots - empty;
+  const int empty = first >= 0 ? 0 : min(-first, slots);
+  int wanted = slots - empty;
   if (wanted == 0) return {lists, empty, 0, 0};
   first = max(first, 0);
   while (total > kMergeKeys<Key>) {
-    first -= narrow(lists, list_count, total, first, wanted);
+    first -= narrow(lists, list_count, total, first, sArrivals, wanted);
     total = sum_over_lists(lists.length, list_count);
   }
   return {lists, empty, gather_sorted(lists, list_count, 0) + first, wanted};
