@@ -37,9 +37,11 @@ struct BackwardConfig {
   // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow;
   // whether a turn at the tensor cores goes on to the next step's scores;
   // whether it is found where sums of queries lie before the products are waited for;
+  // whether a stage is handed back before gradients of queries are added, and not after that;
   // whether the next step is asked for before the products for values, and not after them.
-  static constexpr int kEarlyPairs = kHeadDim <= 64 ? 4 : kHeadDim <= 96 ? 8 : 6;
+  static constexpr int kEarlyPairs = kHeadDim <= 64 ? 2 : kHeadDim <= 96 ? 8 : 6;
   static constexpr bool kLongTurns = kHeadDim > 64, kFindsSumsEarly = kHeadDim <= 96;
+  static constexpr bool kReleasesEarly = kHeadDim != 96;
   static constexpr bool asks_early(bool planned) { return kHeadDim == 96 || (kHeadDim == 128 && planned); }
 
   // Of a deterministic backward: places that steps take by turns while they wait for their turn to add gradients of

@@ -119,12 +119,15 @@ struct BackwardConsumer {
       float* sums = steps.query_sums(steps.group, last_tile);
       if (Config::kFindsSumsEarly) sums = recomputed(sums);  // found here, where the compiler would do so later
       const auto end_step = [&] {
+        // Turns at sums count steps by it: with these not before a step's are added.
+        const bool releases_early = Config::kReleasesEarly && !steps.has(Facts::kTakesTurns);
+        if (releases_early) steps.release(own_stage);
         if (last_tile >= 0) {
           steps.wait_for_turn(last_number);
           steps.add_query_gradients(dqueries, steps.group, sums);
           steps.pass_turn(last_number);
         }
-        steps.release(own_stage);  // not before that is added: turns at sums count steps by it
+        if (!releases_early) steps.release(own_stage);
         if (Config::kLongTurns) pass_turn();
       };
       // From here on of the next step, if there is one.
