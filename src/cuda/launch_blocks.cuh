@@ -15,8 +15,8 @@ struct LaunchShape {
   int threads;
   std::size_t shared_bytes = 0;  // of dynamic shared memory
   // The kernel begins with begin_dependent_kernel, or ends with end_dependent_kernel (ptx/dependent_launch.cuh), and
-  // the one before it in the stream, which belongs to the same call, begins with the former: it may begin while that
-  // one ends.
+  // the one before it in the stream, which belongs to the same call, begins with the former, or with
+  // let_next_kernel_begin: it may begin while that one ends.
   bool is_dependent = false;
 };
 

@@ -23,14 +23,14 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.dquery = problem.dquery;
   params.dkey = problem.dkey;
   params.dvalue = problem.dvalue;
-  params.dkey_sums = scratch.dkey_sums;
-  params.dvalue_sums = scratch.dvalue_sums;
+  params.dkey_sums = scratch.key_sums.dkey;
+  params.dvalue_sums = scratch.key_sums.dvalue;
   params.dbias_sums = scratch.dbias_sums;
   params.dbias = scratch.dbias;
   params.wants_dkey = problem.dkey.defined();
   params.wants_dvalue = problem.dvalue.defined();
   params.uses_sums = scratch.wants_sums;
-  params.stored = scratch.stored;
+  params.stored = scratch.key_sums.stored;
   if (scratch.tiles.stays) {
     params.works = {scratch.work_starts, scratch.order, &scratch.counters->taken_works};
   } else {
@@ -38,7 +38,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   }
   params.splits = scratch.splits;
   params.chunk_limit = scratch.prepared.plan.chunk_count;
-  params.colors = scratch.colors;
+  params.colors = scratch.key_sums.colors;
   params.key_color_stride = static_cast<std::int64_t>(scratch.key_count);
   params.bias_color_stride =
       static_cast<std::int64_t>(scratch.bias_sums == BiasSums::kByHead ? scratch.dbias_count : 0);
@@ -49,13 +49,42 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   return params;
 }
 
-cudaError_t clear_key_sums(const BackwardProblem& problem, const BackwardScratch& scratch, cudaStream_t stream) {
-  if (scratch.stored != nullptr) {
-    return launch_clear_key_sums(problem, scratch.prepared.plan, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums,
-                                 scratch.stored, stream);
+// What the kernels of a backward find: works are listed, sums cleared, facts of rows made. Kernels that need nothing of
+// one another run side by side.
+void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
+                         const BackwardParams& params, Launches* launches, cudaStream_t stream) {
+  const KeyGradientSums& sums = scratch.key_sums;
+  launches->then([&] { return clear(scratch.counters, scratch.cleared_bytes, stream); });
+  if (scratch.bias_sums == BiasSums::kInPlace) {
+    launches->then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); });
   }
-  const cudaError_t error = clear(scratch.dkey_sums, scratch.key_bytes, stream);
-  return error != cudaSuccess ? error : clear(scratch.dvalue_sums, scratch.key_bytes, stream);
+  bool beside = false;  // the kernel before lets the next one begin
+  if (sums.marks == nullptr) {
+    launches->then([&] { return clear(sums.dkey, scratch.key_bytes, stream); });
+    launches->then([&] { return clear(sums.dvalue, scratch.key_bytes, stream); });
+  } else {
+    const DevicePlan& plan = scratch.prepared.plan;
+    launches->then([&] { return launch_mark_keys(problem, plan, sums, stream); });
+    if (kernels.list_works != nullptr) {
+      launches->then([&] { return kernels.list_works(params); });
+      beside = true;
+    }
+    launches->then([&] { return launch_clear_key_sums(problem, plan, sums, beside, stream); });
+    beside = problem.keys > 0;
+  }
+  launches->then([&] {
+    const RowPass pass = {.row_tile = scratch.tiles.rows,
+                          .facts = scratch.row_facts,
+                          .flags = &scratch.counters->row_flags,
+                          .query_sums = scratch.dquery_sums,
+                          .query_sum_colors = scratch.dquery_colors,
+                          .sum_width = bucket_of(wider_head_dim(problem)),
+                          .beside = beside,
+                          .natural = params.score.natural,
+                          .stats = scratch.row_stats,
+                          .sink_parts = scratch.sink_parts};
+    return launch_row_facts(problem, pass, stream);
+  });
 }
 
 // Blocks that own keys: their gradients, and in one go those of queries and bias.
@@ -67,7 +96,7 @@ void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& sc
       params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
   if (problem.keys == 0 || !wanted) return;
   const auto launch = [&] { launches->then([&] { return kernels.launch(params, scratch.prepared.planned); }); };
-  if (scratch.colors == 1) return launch();
+  if (scratch.key_sums.colors == 1) return launch();
   params.takes_ranges = false;
   for (std::int32_t first = 0; first < scratch.prepared.plan.chunk_count; first += scratch.launch_chunks) {
     params.first_chunk = first;
@@ -82,27 +111,32 @@ void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& sc
 // From sums to gradients.
 void launch_results(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
                     const BackwardParams& params, Launches* launches, cudaStream_t stream) {
+  bool beside = false;  // whether a pass that lets the next one begin has just been launched
   if (scratch.dquery_sums != nullptr) {
     launches->then([&] { return kernels.launch_query_gradients(params); });
+    beside = true;
   }
   const bool has_query_pass = scratch.deterministic && !scratch.takes_turns();
   if (has_query_pass && (problem.dquery.defined() || (problem.dbias.defined() && params.bias_by_row))) {
     launches->then([&] { return kernels.launch_query_backward(params, scratch.prepared.planned); });
+    beside = false;
   }
-  launches->then([&] {
-    return launch_key_gradients(problem, scratch.colors, scratch.dkey_sums, scratch.dvalue_sums, scratch.stored,
-                                stream);
-  });
-  if (scratch.sink_parts != nullptr) {
-    launches->then([&] { return launch_sink_gradients(problem, scratch.sink_parts, stream); });
+  const KeyGradientSums& key_sums = scratch.key_sums;
+  if ((key_sums.dkey != nullptr || key_sums.dvalue != nullptr) && problem.keys > 0) {
+    launches->then([&] { return launch_key_gradients(problem, key_sums, beside, stream); });
+    beside = true;
   }
   if (scratch.bias_sums == BiasSums::kByHead) {
-    launches->then([&] { return launch_reduced_bias_gradients(problem, scratch.dbias_sums, scratch.colors, stream); });
+    launches->then(
+        [&] { return launch_reduced_bias_gradients(problem, scratch.dbias_sums, key_sums.colors, beside, stream); });
   } else if (scratch.bias_sums == BiasSums::kRounded) {
     launches->then([&] {
       return launch_bias_gradients(scratch.dbias_sums, bias_elements(problem.dbias), problem.dbias.dtype,
-                                   problem.dbias.data, stream);
+                                   problem.dbias.data, beside, stream);
     });
+  }
+  if (scratch.sink_parts != nullptr) {
+    launches->then([&] { return launch_sink_gradients(problem, scratch.sink_parts, stream); });
   }
 }
 
@@ -125,25 +159,7 @@ Status run_backward(const BackwardProblem& problem, const Gpu& gpu, const Backwa
   scratch.prepared.write(problem, &launches, stream);
   const BackwardParams params = backward_params(problem, gpu, scratch);
   log_call(kernels.family, kernels.variant, "backward", problem, plan_kind(scratch.prepared));
-  const bool lists = scratch.prepared.planned && kernels.list_works != nullptr;
-  launches.then([&] { return clear(scratch.counters, sizeof(BackwardCounters), stream); })
-      .then([&] { return clear(scratch.turns.queries, scratch.turns_bytes, stream); })
-      .then([&] { return lists ? kernels.list_works(params) : cudaSuccess; })
-      .then([&] {
-        const RowPass pass = {.row_tile = scratch.tiles.rows,
-                              .facts = scratch.row_facts,
-                              .flags = &scratch.counters->row_flags,
-                              .query_sums = scratch.dquery_sums,
-                              .query_sum_colors = scratch.dquery_colors,
-                              .sum_width = bucket_of(wider_head_dim(problem)),
-                              .follows_listing = lists,
-                              .natural = params.score.natural,
-                              .stats = scratch.row_stats,
-                              .sink_parts = scratch.sink_parts};
-        return launch_row_facts(problem, pass, stream);
-      })
-      .then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); })
-      .then([&] { return clear_key_sums(problem, scratch, stream); });
+  launch_first_passes(problem, scratch, kernels, params, &launches, stream);
   launch_key_passes(problem, scratch, kernels, params, &launches);
   launch_results(problem, scratch, kernels, params, &launches, stream);
   return launches.status();

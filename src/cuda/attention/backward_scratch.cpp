@@ -28,21 +28,25 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   const auto own_rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.rows);
   if (problem.sink.defined() && problem.row_stats != nullptr) row_stats = arena->take<RowStats>(own_rows);
   if (problem.dsink.defined()) sink_parts = arena->take<float>(own_rows);
+  arrange_order(problem, arena);
+  const std::size_t before = arena->used();
   counters = arena->take<BackwardCounters>(1);
   if (takes_turns()) arrange_turns(problem, row_tiles, arena);
+  const std::int64_t keys = problem.batch * problem.key_heads * problem.keys;
+  if (prepared.planned) key_sums.marks = arena->take<std::uint8_t>(static_cast<std::size_t>(keys));
+  if (problem.dbias.defined()) arrange_bias(problem, arena);
+  cleared_bytes = arena->used() - before;
   if (problem.dquery.defined() && (!deterministic || takes_turns())) {
     dquery_sums = arena->take_aligned<float>(static_cast<std::size_t>(dquery_colors) * row_count * bucket, kLineBytes);
   }
-  arrange_order(problem, arena);
-  key_count = static_cast<std::size_t>(problem.batch * problem.keys * problem.key_heads) * bucket;
-  key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(colors);
+  key_count = static_cast<std::size_t>(keys) * bucket;
+  key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(key_sums.colors);
   const auto take_sums = [&] { return arena->take_aligned<float>(key_bytes / sizeof(float), kLineBytes); };
-  if (wants_sums && problem.dkey.defined()) dkey_sums = take_sums();
-  if (wants_sums && problem.dvalue.defined()) dvalue_sums = take_sums();
+  if (wants_sums && problem.dkey.defined()) key_sums.dkey = take_sums();
+  if (wants_sums && problem.dvalue.defined()) key_sums.dvalue = take_sums();
   if (prepared.planned && splits == 1) {
-    stored = arena->take<std::uint8_t>(static_cast<std::size_t>(problem.batch * problem.key_heads));
+    key_sums.stored = arena->take<std::uint8_t>(static_cast<std::size_t>(problem.batch * problem.key_heads));
   }
-  if (problem.dbias.defined()) arrange_bias(problem, arena);
 }
 
 void BackwardScratch::arrange_turns(const BackwardProblem& problem, std::int64_t row_tiles, Arena* arena) {
@@ -62,7 +66,6 @@ void BackwardScratch::arrange_turns(const BackwardProblem& problem, std::int64_t
   }
   const std::int64_t numbers =
       dquery_colors * row_tiles + problem.batch * problem.key_heads + problem.batch * problem.heads;
-  turns_bytes = static_cast<std::size_t>(numbers) * sizeof(std::int32_t);
   turns.queries = arena->take<std::int32_t>(static_cast<std::size_t>(numbers));
   if (turns.queries == nullptr) return;  // the arena measures
   turns.keys = turns.queries + dquery_colors * row_tiles;
@@ -95,7 +98,7 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
       std::max<std::int64_t>(1, prepared.plan.capacity / tiles.keys * problem.batch * problem.key_heads * splits);
   launch_chunks = static_cast<std::int32_t>(
       std::clamp<std::int64_t>((kManyBlocks + chunk_blocks - 1) / chunk_blocks, 1, prepared.plan.chunk_count));
-  colors = launch_chunks * splits;
+  key_sums.colors = launch_chunks * splits;
 }
 
 void BackwardScratch::arrange_bias(const BackwardProblem& problem, Arena* arena) {
@@ -109,7 +112,7 @@ void BackwardScratch::arrange_bias(const BackwardProblem& problem, Arena* arena)
     dbias.head_divisor = 1;
     dbias_count = static_cast<std::size_t>(problem.batch * problem.heads * problem.keys);
   }
-  dbias_bytes = dbias_count * sizeof(float) * static_cast<std::size_t>(by_head ? colors : 1);
+  dbias_bytes = dbias_count * sizeof(float) * static_cast<std::size_t>(by_head ? key_sums.colors : 1);
   bias_sums = by_head                                  ? BiasSums::kByHead
               : problem.dbias.dtype == DType::kFloat32 ? BiasSums::kInPlace
                                                        : BiasSums::kRounded;

@@ -6,6 +6,7 @@
 
 #include "core/arena.h"
 #include "core/problem.h"
+#include "cuda/attention/gradient_passes.h"
 #include "cuda/attention/params.h"
 #include "cuda/plan/prepared_visibility.h"
 
@@ -18,7 +19,6 @@ struct BackwardTiles {
   bool stays = false;
 };
 
-// What is cleared before all else.
 struct BackwardCounters {
   RowFlags row_flags;
   std::int32_t taken_works;
@@ -36,20 +36,22 @@ struct BackwardScratch {
   PreparedVisibility prepared;
   BackwardTiles tiles = {};
   RowFacts* row_facts = nullptr;
+  // From `counters` on so many bytes are cleared before all else: counters, turns, marks of keys and sums of the bias,
+  // if these are not in the gradient itself.
   BackwardCounters* counters = nullptr;
+  std::size_t cleared_bytes = 0;
   RowStats* row_stats = nullptr;  // with a sink: as in RowPass
   float* sink_parts = nullptr;    // likewise
-  float *dquery_sums = nullptr, *dkey_sums = nullptr, *dvalue_sums = nullptr, *dbias_sums = nullptr;
-  std::uint8_t* stored = nullptr;       // as in BackwardParams
+  float *dquery_sums = nullptr, *dbias_sums = nullptr;
+  KeyGradientSums key_sums;             // its `stored` as in BackwardParams
   std::int32_t* order = nullptr;        // as in BlockOrder, or KeyWorks::last
   std::int32_t* work_starts = nullptr;  // as in KeyWorks
   std::size_t key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
-  std::int32_t splits = 1, launch_chunks = 0, colors = 1;
+  std::int32_t splits = 1, launch_chunks = 0;
   bool wants_sums = false;
   bool deterministic = false;
   SumTurns turns;  // if it takes them
   std::int32_t dquery_colors = 1;
-  std::size_t turns_bytes = 0;
   BroadcastView dbias;  // of dbias_sums
   BiasSums bias_sums = BiasSums::kNone;
 

@@ -5,29 +5,32 @@
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "cuda/attention/head_dims.h"
 #include "cuda/attention/tokens.cuh"
+#include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr std::int64_t kMostTileKeys = 128;  // keys that a block of a backward owns, of any family
 
-unsigned blocks_for(std::int64_t threads) {
+std::int64_t blocks_for(std::int64_t threads) {
   constexpr std::int64_t kMost = 1 << 20;  // kernels below stride over what is left
-  return static_cast<unsigned>(std::clamp<std::int64_t>((threads + kThreads - 1) / kThreads, 1, kMost));
+  return std::min((threads + kThreads - 1) / kThreads, kMost);
 }
 
 // Sums of dK and dV, and what they are rounded to. A block takes `slab` keys of one head, a row of `lanes` threads a
 // key after another: each thread four columns.
 struct KeySums {
-  float *dkey_sums, *dvalue_sums;  // (colors, B, Sk, Hkv, width); null: none
+  KeyGradientSums sums;
   TokenView dkey, dvalue;
-  std::uint8_t* stored;  // (B, Hkv), 1: nothing is summed; null: all heads are
   std::int64_t keys, color_stride;
-  int batch, heads, group, width, colors, slab, lanes;
+  int batch, heads, group, width, slab, lanes;
   int head_dim, value_dim;  // columns of dkey and of dvalue
 
   struct Slab {
@@ -51,81 +54,160 @@ struct KeySums {
     return ((at.batch * keys + at.first_key) * heads + at.head) * width + first_column();
   }
   __device__ std::int64_t key_stride() const { return std::int64_t{heads} * width; }
+  // Which of the thread's next kMarks keys of the slab have sums, a bit each, from key `first` on.
+  static constexpr int kMarks = 16;
+  __device__ std::uint32_t marked(const Slab& at, int first) const {
+    std::uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kMarks; ++i) {
+      const int key = first + i * key_step();
+      if (key >= at.keys) continue;
+      if (sums.marks == nullptr || sums.marks[at.pair * keys + at.first_key + key] != 0) bits |= 1u << i;
+    }
+    return bits;
+  }
 };
 
-__global__ void clear_key_sums_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums sums) {
-  const KeySums::Slab slab = sums.slab_of(blockIdx.x);
-  const ChunkKeys* chunks = plan.chunks + plan.first_chunk(slab.batch, slab.head * sums.group);
-  bool lists = false;
-  for (int chunk = static_cast<int>(threadIdx.x); chunk < plan.chunk_count; chunk += kThreads) {
-    lists = lists || (chunks[chunk].first < 0 && chunks[chunk].count > 0);
+// A block for each chunk of each of the `plans` of a key head's query heads.
+__global__ void __launch_bounds__(kThreads)
+    mark_keys_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all, int plans) {
+  begin_dependent_kernel();
+  const auto chunks = static_cast<unsigned>(plan.chunk_count);
+  const int chunk = static_cast<int>(blockIdx.x % chunks), share = static_cast<int>(blockIdx.x / chunks);
+  const int pair = share / plans, head = pair % all.heads * all.group + share % plans;
+  const std::int64_t entry = plan.first_chunk(pair / all.heads, head) + chunk;
+  const ChunkKeys keys = plan.chunks[entry];
+  std::uint8_t* marks = all.sums.marks + pair * all.keys;
+  if (keys.first < 0) {
+    const std::int32_t* listed = plan.keys + entry * plan.capacity;
+#pragma unroll 4
+    for (int index = static_cast<int>(threadIdx.x); index < keys.count; index += kThreads) marks[listed[index]] = 1;
+  } else if (keys.count > 0) {
+    // Whole tiles, as those that own them add up what they have of all their keys.
+    const std::int64_t first = keys.first / kMostTileKeys * kMostTileKeys;
+    const std::int64_t past =
+        (std::int64_t{keys.first} + keys.count - 1) / kMostTileKeys * kMostTileKeys + kMostTileKeys;
+    for (std::int64_t key = first + threadIdx.x; key < min(past, all.keys); key += kThreads) marks[key] = 1;
   }
-  lists = __syncthreads_or(lists) != 0;
-  if (slab.number == 0 && threadIdx.x == 0) sums.stored[slab.pair] = !lists;
-  if (!lists) return;
-  if (sums.first_column() >= sums.width) return;
-  const auto clear = [&](float* target) {
-    if (target == nullptr) return;
-    for (int color = 0; color < sums.colors; ++color) {
-      float* first = target + color * sums.color_stride + sums.offset(slab);
-#pragma unroll 4
-      for (int key = sums.first_key(); key < slab.keys; key += sums.key_step()) {
-        *reinterpret_cast<float4*>(first + key * sums.key_stride()) = make_float4(0, 0, 0, 0);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    clear_key_sums_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all) {
+  let_next_kernel_begin();
+  const KeySums::Slab slab = all.slab_of(blockIdx.x);
+  bool lists = true;
+  if (all.sums.stored != nullptr) {
+    const ChunkKeys* chunks = plan.chunks + plan.first_chunk(slab.batch, slab.head * all.group);
+    lists = false;
+    for (int chunk = static_cast<int>(threadIdx.x); chunk < plan.chunk_count; chunk += kThreads) {
+      lists = lists || (chunks[chunk].first < 0 && chunks[chunk].count > 0);
+    }
+    lists = __syncthreads_or(lists) != 0;
+    if (slab.number == 0 && threadIdx.x == 0) all.sums.stored[slab.pair] = !lists;
+  }
+  if (lists && all.first_column() < all.width) {
+    const std::int64_t first = all.offset(slab);
+    for (int base = all.first_key(); base < slab.keys; base += KeySums::kMarks * all.key_step()) {
+      for (std::uint32_t marked = all.marked(slab, base); marked != 0; marked &= marked - 1) {
+        const std::int64_t key = base + (__ffs(static_cast<int>(marked)) - 1) * all.key_step();
+        for (int color = 0; color < all.sums.colors; ++color) {
+          const std::int64_t own = first + color * all.color_stride + key * all.key_stride();
+          if (all.sums.dkey != nullptr) *reinterpret_cast<float4*>(all.sums.dkey + own) = make_float4(0, 0, 0, 0);
+          if (all.sums.dvalue != nullptr) *reinterpret_cast<float4*>(all.sums.dvalue + own) = make_float4(0, 0, 0, 0);
+        }
       }
     }
+  }
+  end_dependent_kernel();
+}
+
+// Four columns of a key's gradient, from the thread's first column on, of which `columns` exist in all.
+template <typename Element>
+__device__ void store_rounded(const TokenView& gradient, std::int64_t row, int column, int columns, float4 sum) {
+  if (column >= columns) return;
+  std::uint16_t* result = static_cast<std::uint16_t*>(gradient.data) + row + column;
+  const std::uint32_t low = pack<Element>(sum.x, sum.y), high = pack<Element>(sum.z, sum.w);
+  if (columns % 4 == 0 && reinterpret_cast<std::uintptr_t>(gradient.data) % 8 == 0) {
+    *reinterpret_cast<uint2*>(result) = make_uint2(low, high);
+    return;
+  }
+  const std::uint16_t elements[4] = {static_cast<std::uint16_t>(low), static_cast<std::uint16_t>(low >> 16),
+                                     static_cast<std::uint16_t>(high), static_cast<std::uint16_t>(high >> 16)};
+  for (int i = 0; i < min(4, columns - column); ++i) result[i] = elements[i];
+}
+
+// The sums of all colors, added up.
+template <bool kColors>
+__device__ float4 sum_of_colors(const KeySums& all, const float* sums, std::int64_t own) {
+  float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + own));
+  if constexpr (kColors) {
+    for (int color = 1; color < all.sums.colors; ++color) {
+      const float4 part = __ldcg(reinterpret_cast<const float4*>(sums + own + color * all.color_stride));
+      sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+    }
+  }
+  return sum;
+}
+
+// kColors: of more than one.
+template <typename Element, bool kColors>
+__global__ void __launch_bounds__(kThreads) round_key_sums_kernel(const __grid_constant__ KeySums all) {
+  let_next_kernel_begin();
+  const KeySums::Slab slab = all.slab_of(blockIdx.x);
+  const int column = all.first_column();
+  const bool stored = all.sums.stored != nullptr && all.sums.stored[slab.pair] != 0;
+  const bool has_dkey = all.sums.dkey != nullptr, has_dvalue = all.sums.dvalue != nullptr;
+  const auto row_of = [&](const TokenView& gradient) {
+    return slab.batch * gradient.batch_stride + slab.head * gradient.head_stride +
+           slab.first_key * gradient.token_stride;
   };
-  clear(sums.dkey_sums);
-  clear(sums.dvalue_sums);
+  if (!stored && column < all.width) {
+    const std::int64_t first = all.offset(slab), dkey_row = row_of(all.dkey), dvalue_row = row_of(all.dvalue);
+    // A few keys at a time, so that many loads are under way.
+    constexpr int kTogether = 4;
+    static_assert(KeySums::kMarks % kTogether == 0);
+    std::uint32_t marked = 0;
+    for (int turn = 0, round = all.first_key(); round < slab.keys; ++turn, round += kTogether * all.key_step()) {
+      marked = turn % (KeySums::kMarks / kTogether) == 0 ? all.marked(slab, round) : marked >> kTogether;
+      float4 dkey[kTogether], dvalue[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const std::int64_t own = first + (round + i * all.key_step()) * all.key_stride();
+        dkey[i] = dvalue[i] = make_float4(0, 0, 0, 0);
+        const bool has_sums = (marked >> i & 1) != 0;
+        if (has_sums && has_dkey) dkey[i] = sum_of_colors<kColors>(all, all.sums.dkey, own);
+        if (has_sums && has_dvalue) dvalue[i] = sum_of_colors<kColors>(all, all.sums.dvalue, own);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int key = round + i * all.key_step();
+        if (key >= slab.keys) break;
+        if (has_dkey) {
+          store_rounded<Element>(all.dkey, dkey_row + key * all.dkey.token_stride, column, all.head_dim, dkey[i]);
+        }
+        if (has_dvalue) {
+          store_rounded<Element>(all.dvalue, dvalue_row + key * all.dvalue.token_stride, column, all.value_dim,
+                                 dvalue[i]);
+        }
+      }
+    }
+  }
+  end_dependent_kernel();
 }
 
 template <typename Element>
-__global__ void round_key_sums_kernel(const __grid_constant__ KeySums sums) {
-  const KeySums::Slab slab = sums.slab_of(blockIdx.x);
-  if (sums.stored != nullptr && sums.stored[slab.pair] != 0) return;
-  const int column = sums.first_column();
-  const auto round = [&](const float* source, const TokenView& gradient, int columns) {
-    if (source == nullptr || column >= columns) return;
-    auto* target = static_cast<std::uint16_t*>(gradient.data) + slab.batch * gradient.batch_stride +
-                   slab.head * gradient.head_stride + slab.first_key * gradient.token_stride + column;
-    const bool whole = columns % 4 == 0 && reinterpret_cast<std::uintptr_t>(gradient.data) % 8 == 0;
-#pragma unroll 4
-    for (int key = sums.first_key(); key < slab.keys; key += sums.key_step()) {
-      const float* first = source + sums.offset(slab) + key * sums.key_stride();
-      float4 sum = __ldcg(reinterpret_cast<const float4*>(first));
-      for (int color = 1; color < sums.colors; ++color) {
-        const float4 part = __ldcg(reinterpret_cast<const float4*>(first + color * sums.color_stride));
-        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
-      }
-      std::uint16_t* result = target + key * gradient.token_stride;
-      const std::uint32_t low = pack<Element>(sum.x, sum.y), high = pack<Element>(sum.z, sum.w);
-      if (whole) {
-        *reinterpret_cast<uint2*>(result) = make_uint2(low, high);
-        continue;
-      }
-      const std::uint16_t elements[4] = {static_cast<std::uint16_t>(low), static_cast<std::uint16_t>(low >> 16),
-                                         static_cast<std::uint16_t>(high), static_cast<std::uint16_t>(high >> 16)};
-      for (int i = 0; i < min(4, columns - column); ++i) result[i] = elements[i];
-    }
-  };
-  round(sums.dkey_sums, sums.dkey, sums.head_dim);
-  round(sums.dvalue_sums, sums.dvalue, sums.value_dim);
-}
-
-template <typename Element>
-__global__ void round_kernel(const float* sums, std::int64_t count, Element* result) {
+__global__ void __launch_bounds__(kThreads) round_kernel(const float* sums, std::int64_t count, Element* result) {
+  let_next_kernel_begin();
   for (std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < count;
        index += static_cast<std::int64_t>(gridDim.x) * kThreads) {
     result[index] = static_cast<Element>(sums[index]);
   }
+  end_dependent_kernel();
 }
 
-// One thread adds up, in one order, all that belongs to an entry of dbias: colors, batch elements, heads and keys.
-template <typename Element>
-__global__ void reduce_bias_kernel(const __grid_constant__ BackwardProblem problem, const float* sums, int colors,
-                                   Element* result) {
+// What belongs to entry `index` of dbias, added up in one order: colors, batch elements, heads and keys.
+__device__ float sum_of_bias(const BackwardProblem& problem, const float* sums, int colors, std::int64_t index) {
   const BroadcastView& dbias = problem.dbias;
-  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= dbias.batches * dbias.heads * dbias.keys) return;
   const std::int64_t entry_key = index % dbias.keys, entry_head = index / dbias.keys % dbias.heads;
   const std::int64_t entry_batch = index / dbias.keys / dbias.heads;
   const std::int64_t batches = problem.batch / dbias.batches, keys = problem.keys / dbias.keys;
@@ -138,83 +220,97 @@ __global__ void reduce_bias_kernel(const __grid_constant__ BackwardProblem probl
       }
     }
   }
-  result[index] = static_cast<Element>(sum);
+  return sum;
 }
 
-KeySums key_sums_of(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
-                    std::uint8_t* stored) {
+// A thread an entry.
+template <typename Element>
+__global__ void __launch_bounds__(kThreads) reduce_bias_kernel(const __grid_constant__ BackwardProblem problem,
+                                                               const float* sums, int colors, Element* result) {
+  let_next_kernel_begin();
+  const BroadcastView& dbias = problem.dbias;
+  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index < dbias.batches * dbias.heads * dbias.keys) {
+    result[index] = static_cast<Element>(sum_of_bias(problem, sums, colors, index));
+  }
+  end_dependent_kernel();
+}
+
+KeySums key_sums_of(const BackwardProblem& problem, const KeyGradientSums& sums) {
   const int width = bucket_of(wider_head_dim(problem));
   // Blocks enough to fill a large GPU, and no more than that if there is nothing to do.
   constexpr std::int64_t kManyBlocks = 1024, kLeastSlab = 16, kMostSlab = 256;
   const std::int64_t slab =
       std::clamp(problem.batch * problem.key_heads * problem.keys / kManyBlocks, kLeastSlab, kMostSlab);
-  return {.dkey_sums = dkey_sums,
-          .dvalue_sums = dvalue_sums,
+  return {.sums = sums,
           .dkey = problem.dkey,
           .dvalue = problem.dvalue,
-          .stored = stored,
           .keys = problem.keys,
           .color_stride = problem.batch * problem.keys * problem.key_heads * width,
           .batch = static_cast<int>(problem.batch),
           .heads = static_cast<int>(problem.key_heads),
           .group = static_cast<int>(problem.group()),
           .width = width,
-          .colors = colors,
           .slab = static_cast<int>(slab),
           .lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(width / 4))),
           .head_dim = static_cast<int>(problem.head_dim),
           .value_dim = static_cast<int>(problem.value_dim)};
 }
 
-template <typename Launch>
-cudaError_t for_key_sums(const KeySums& sums, Launch launch) {
-  const std::int64_t blocks = std::int64_t{sums.batch} * sums.heads * ((sums.keys + sums.slab - 1) / sums.slab);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  launch(static_cast<unsigned>(blocks));
-  return cudaGetLastError();
+std::int64_t slabs_of(const KeySums& all) {
+  return std::int64_t{all.batch} * all.heads * ((all.keys + all.slab - 1) / all.slab);
 }
 
 }  // namespace
 
-cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, int colors, float* dkey_sums,
-                                  float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream) {
-  const KeySums sums = key_sums_of(problem, colors, dkey_sums, dvalue_sums, stored);
-  return for_key_sums(sums,
-                      [&](unsigned blocks) { clear_key_sums_kernel<<<blocks, kThreads, 0, stream>>>(plan, sums); });
+cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
+                             cudaStream_t stream) {
+  const std::int64_t group = problem.group(), plans = plan.head_divisor < group ? group : 1;
+  return launch_blocks(mark_keys_kernel, {problem.batch * problem.key_heads * plans * plan.chunk_count, kThreads},
+                       stream, plan, key_sums_of(problem, sums), static_cast<int>(plans));
 }
 
-cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
-                                 std::uint8_t* stored, cudaStream_t stream) {
-  const KeySums sums = key_sums_of(problem, colors, dkey_sums, dvalue_sums, stored);
-  if (dkey_sums == nullptr && dvalue_sums == nullptr) return cudaSuccess;
-  auto* kernel =
-      problem.dtype == DType::kBFloat16 ? round_key_sums_kernel<__nv_bfloat16> : round_key_sums_kernel<__half>;
-  return for_key_sums(sums, [&](unsigned blocks) { kernel<<<blocks, kThreads, 0, stream>>>(sums); });
+cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
+                                  bool beside, cudaStream_t stream) {
+  const KeySums all = key_sums_of(problem, sums);
+  const LaunchShape shape = {.blocks = slabs_of(all), .threads = kThreads, .is_dependent = beside};
+  return launch_blocks(clear_key_sums_kernel, shape, stream, plan, all);
 }
 
-cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
+cudaError_t launch_key_gradients(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,
+                                 cudaStream_t stream) {
+  if (sums.dkey == nullptr && sums.dvalue == nullptr) return cudaSuccess;
+  const KeySums all = key_sums_of(problem, sums);
+  const LaunchShape shape = {.blocks = slabs_of(all), .threads = kThreads, .is_dependent = beside};
+  const auto launch = [&]<typename Element>(Element) {
+    return sums.colors == 1 ? launch_blocks(round_key_sums_kernel<Element, false>, shape, stream, all)
+                            : launch_blocks(round_key_sums_kernel<Element, true>, shape, stream, all);
+  };
+  return problem.dtype == DType::kBFloat16 ? launch(__nv_bfloat16()) : launch(__half());
+}
+
+cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient, bool beside,
                                   cudaStream_t stream) {
   const auto launch = [&](auto* result) {
-    round_kernel<<<blocks_for(count), kThreads, 0, stream>>>(sums, count, result);
-    return cudaGetLastError();
+    using Element = std::remove_pointer_t<decltype(result)>;
+    const LaunchShape shape = {.blocks = blocks_for(count), .threads = kThreads, .is_dependent = beside};
+    return launch_blocks(round_kernel<Element>, shape, stream, sums, count, result);
   };
-  if (count == 0) return cudaSuccess;
   if (dtype == DType::kBFloat16) return launch(static_cast<__nv_bfloat16*>(gradient));
   if (dtype == DType::kFloat16) return launch(static_cast<__half*>(gradient));
   return launch(static_cast<float*>(gradient));
 }
 
-cudaError_t launch_reduced_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
+cudaError_t launch_reduced_bias_gradients(const BackwardProblem& problem, const float* sums, int colors, bool beside,
                                           cudaStream_t stream) {
   const BroadcastView& dbias = problem.dbias;
-  const std::int64_t blocks = (dbias.batches * dbias.heads * dbias.keys + kThreads - 1) / kThreads;
   const auto launch = [&](auto* result) {
-    reduce_bias_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(problem, sums, colors, result);
-    return cudaGetLastError();
+    using Element = std::remove_pointer_t<decltype(result)>;
+    const LaunchShape shape = {.blocks = (dbias.batches * dbias.heads * dbias.keys + kThreads - 1) / kThreads,
+                               .threads = kThreads,
+                               .is_dependent = beside};
+    return launch_blocks(reduce_bias_kernel<Element>, shape, stream, problem, sums, colors, result);
   };
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (dbias.dtype == DType::kBFloat16) return launch(static_cast<__nv_bfloat16*>(dbias.data));
   if (dbias.dtype == DType::kFloat16) return launch(static_cast<__half*>(dbias.data));
   return launch(static_cast<float*>(dbias.data));

@@ -10,19 +10,34 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Clears fp32 sums of keys, (colors, B, Sk, Hkv, bucket) or null, of heads for which some chunk of the plan has a list.
-// `stored` (B, Hkv) says of which heads none has.
-cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, int colors, float* dkey_sums,
-                                  float* dvalue_sums, std::uint8_t* stored, cudaStream_t stream);
-// dkey and dvalue from fp32 sums (colors, B, Sk, Hkv, bucket), except of heads that are `stored` (B, Hkv; null: none).
-// Null sums: not wanted.
-cudaError_t launch_key_gradients(const BackwardProblem& problem, int colors, float* dkey_sums, float* dvalue_sums,
-                                 std::uint8_t* stored, cudaStream_t stream);
+// Where gradients of keys are added up. Of what rows of a long sequence choose by themselves most keys are seen by
+// none: with the top w of random scores all but w (1 + log(Sk / w)) of Sk. Sums of those that are seen are marked;
+// others are neither cleared nor read.
+struct KeyGradientSums {
+  float *dkey = nullptr, *dvalue = nullptr;  // (colors, B, Sk, Hkv, bucket) fp32; null: not wanted
+  int colors = 1;
+  std::uint8_t* marks = nullptr;   // (B, Hkv, Sk), 1: the key has sums; null: all do
+  std::uint8_t* stored = nullptr;  // (B, Hkv), 1: nothing is added up, gradients are there already; null: of no head
+};
+
+// Marks the keys of the plan's chunks, lists and tiles of ranges; marks were 0.
+cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
+                             cudaStream_t stream);
+// Clears the sums of marked keys, of heads for which some chunk of the plan has a list; `stored`, if there is one, is
+// told of the others. Lets the next kernel begin. `beside`: so does the one before it, which began when keys were
+// marked.
+cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
+                                  bool beside, cudaStream_t stream);
+
+// Of the passes at the end each may run beside the one before it: `beside`.
+// dkey and dvalue from their sums.
+cudaError_t launch_key_gradients(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,
+                                 cudaStream_t stream);
 // dbias from fp32 sums of its shape.
-cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient,
+cudaError_t launch_bias_gradients(const float* sums, std::int64_t count, DType dtype, void* gradient, bool beside,
                                   cudaStream_t stream);
 // dbias, the same for every row, from fp32 sums (colors, B, H, Sk), each by one thread in one order.
-cudaError_t launch_reduced_bias_gradients(const BackwardProblem& problem, const float* sums, int colors,
+cudaError_t launch_reduced_bias_gradients(const BackwardProblem& problem, const float* sums, int colors, bool beside,
                                           cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
 }  // namespace
 
 cudaError_t list_key_works(const BackwardParams& params, int tile_keys, cudaStream_t stream) {
-  const LaunchShape shape = {.blocks = 1, .threads = kThreads};
+  const LaunchShape shape = {.blocks = 1, .threads = kThreads, .is_dependent = true};
   return tile_keys == 64 ? launch_blocks(list_key_works_kernel<64>, shape, stream, params)
                          : launch_blocks(list_key_works_kernel<128>, shape, stream, params);
 }

@@ -110,6 +110,7 @@ template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     row_facts_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowPass pass) {
   constexpr int kRows = kThreads / kLanes;  // at a time
+  let_next_kernel_begin();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes;
   // 32 bits: divisions of 64 take long.
   const auto heads = static_cast<unsigned>(problem.heads);
@@ -127,7 +128,8 @@ __global__ void __launch_bounds__(kThreads)
     return reinterpret_cast<std::uintptr_t>(row) % 16 == 0 && tokens.token_stride % 8 == 0;
   };
   const bool aligned = has_pieces(problem.out, outs) && has_pieces(problem.dout, douts);
-  if (pass.query_sums != nullptr) {
+  const auto clear_sums = [&] {
+    if (pass.query_sums == nullptr) return;
     for (int color = 0; color < pass.query_sum_colors; ++color) {
       const std::int64_t sum_tile = std::int64_t{color} * problem.batch * heads * tiles + number;
       auto* sums = reinterpret_cast<float4*>(pass.query_sums + sum_tile * pass.row_tile * pass.sum_width);
@@ -135,7 +137,8 @@ __global__ void __launch_bounds__(kThreads)
         sums[piece] = make_float4(0, 0, 0, 0);
       }
     }
-  }
+  };
+  if (thread / kLanes >= pass.row_tile) clear_sums();
   // A few rows at a time, so that many loads are under way.
   constexpr int kTogether = 4;
   for (int round = thread / kLanes; round < pass.row_tile; round += kTogether * kRows) {
@@ -147,6 +150,7 @@ __global__ void __launch_bounds__(kThreads)
       load_columns(outs + row * problem.out.token_stride, columns, aligned, out[i]);
       load_columns(douts + row * problem.dout.token_stride, columns, aligned, dout[i]);
     }
+    if (round < kRows) clear_sums();  // while the first ones are under way
     // Of the rows whose columns a few lanes have added up together, a lane each makes the facts.
     static_assert(kTogether <= kLanes);
     float own_sum = 0;
@@ -170,7 +174,7 @@ cudaError_t row_facts_of(const BackwardProblem& problem, const RowPass& pass, cu
   const std::int64_t tiles = (problem.rows + pass.row_tile - 1) / pass.row_tile;
   const auto launch = [&](auto kernel) {
     const LaunchShape shape = {
-        .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = pass.follows_listing};
+        .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = pass.beside};
     return launch_blocks(kernel, shape, stream, problem, pass);
   };
   if (problem.value_dim <= 32) return launch(row_facts_kernel<Element, 4>);

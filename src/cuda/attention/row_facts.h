@@ -18,8 +18,8 @@ struct RowPass {
   float* query_sums = nullptr;
   std::int32_t query_sum_colors = 1;  // so many times as many
   std::int32_t sum_width = 0;
-  bool follows_listing = false;  // the kernel before it lists works (key_works.h), for which the pass need not wait
-  float natural = 1;             // ScoreRule::natural, in which the problem's row_stats are
+  bool beside = false;  // the kernel before it lets it begin (LaunchShape::is_dependent): the pass needs nothing of it
+  float natural = 1;    // ScoreRule::natural, in which the problem's row_stats are
   // With a sink only, else null.
   RowStats* stats = nullptr;    // (B, H, Sq): the problem's, with the sink in the sum; null: it has none
   float* sink_parts = nullptr;  // (H, B, Sq): what each row adds to its sink's gradient; null: that is not wanted

@@ -4,6 +4,7 @@
 
 #include <climits>
 
+#include "cuda/plan/row_list.cuh"
 #include "cuda/plan/visibility.cuh"
 
 namespace flash_dmattn::internal::cuda {
@@ -20,7 +21,7 @@ struct ChunkRules {
   std::int64_t begin_stride, end_stride, key_mask_stride, packed_stride;
 };
 
-__device__ inline ChunkRules chunk_rules(const Visibility& visibility, std::int32_t batch, std::int64_t head,
+__device__ inline ChunkRules chunk_rules(const Visibility& visibility, std::int32_t batch, std::int32_t head,
                                          std::int32_t chunk) {
   ChunkRules rules = {};
   const std::int32_t existing = key_count(visibility, batch);
@@ -30,14 +31,14 @@ __device__ inline ChunkRules chunk_rules(const Visibility& visibility, std::int3
   rules.causal_shift = existing - visibility.rows;
   rules.is_causal = visibility.is_causal;
   if (visibility.begin.defined()) {
-    rules.begin = static_cast<const std::int32_t*>(visibility.begin.data) + visibility.begin.offset(batch, head);
-    rules.end = static_cast<const std::int32_t*>(visibility.end.data) + visibility.end.offset(batch, head);
+    rules.begin = static_cast<const std::int32_t*>(visibility.begin.data) + entry_offset(visibility.begin, batch, head);
+    rules.end = static_cast<const std::int32_t*>(visibility.end.data) + entry_offset(visibility.end, batch, head);
     rules.begin_stride = visibility.begin.key_stride;
     rules.end_stride = visibility.end.key_stride;
   }
   if (visibility.key_mask.defined()) {
     rules.key_mask =
-        static_cast<const std::uint8_t*>(visibility.key_mask.data) + visibility.key_mask.offset(batch, head);
+        static_cast<const std::uint8_t*>(visibility.key_mask.data) + entry_offset(visibility.key_mask, batch, head);
     rules.key_mask_stride = visibility.key_mask.key_stride;
   }
   if (visibility.packed.defined()) {

@@ -98,7 +98,7 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
   const std::uint32_t plan = blockIdx.x % plans, plan_heads = static_cast<std::uint32_t>(shape.plan_heads);
   const std::int64_t entry = static_cast<std::int64_t>(plan) * shape.chunk_count + chunk;
   const ChunkRules rules = chunk_rules(visibility, static_cast<std::int32_t>(plan / plan_heads),
-                                       (plan % plan_heads) * shape.head_divisor, chunk);
+                                       static_cast<std::int32_t>(plan % plan_heads * shape.head_divisor), chunk);
   const Tiles tiles = {arrays.tile_units + entry * shape.tiles, arrays.tile_full + entry * shape.tiles,
                        s_counts.unit_tiles};
   Staging staging;
@@ -167,7 +167,7 @@ __global__ __launch_bounds__(kPlanThreads,
   const std::int32_t count = arrays.staging.counts[entry];
   if (count == 0 || count > shape.capacity) return;
   const ChunkRules rules = chunk_rules(visibility, static_cast<std::int32_t>(plan / plan_heads),
-                                       (plan % plan_heads) * shape.head_divisor, chunk);
+                                       static_cast<std::int32_t>(plan % plan_heads * shape.head_divisor), chunk);
   const KeyUnits ordered = {arrays.keys + offset, arrays.staging.ordered_units + offset};
   const KeyUnits other = {arrays.staging.keys + offset, arrays.staging.units + offset};
   const std::int64_t unit_keys = look_up_units(rules, count, other.keys, ordered, s_counts);

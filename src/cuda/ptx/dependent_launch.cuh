@@ -14,6 +14,14 @@ __device__ inline void begin_dependent_kernel() {
 #endif
 }
 
+// By every thread of a kernel that runs beside the one before it: lets the next one begin, which then must not need
+// anything of this one or of that either, and runs beside both.
+__device__ inline void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // For a kernel that needs nothing of the one before it, and so runs beside it. By every thread at its end: those after
 // it wait for this kernel alone.
 __device__ inline void end_dependent_kernel() {

@@ -5,6 +5,7 @@
 #include "cuda/attention/head_dims.h"
 #include "cuda/attention/tokens.cuh"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/sm80/backward_config.h"
 #include "cuda/sm80/launch.h"
 
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
   constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
   __shared__ __align__(1024) unsigned char shared[Config::kRowBytes];
   const Tile tile{shared_address(shared)};
+  begin_dependent_kernel();
   const int row_tiles = static_cast<int>((problem.rows + Config::kTileRows - 1) / Config::kTileRows);
   const int first_row = static_cast<int>(blockIdx.x) % row_tiles * Config::kTileRows;
   const std::int64_t pair = blockIdx.x / static_cast<unsigned>(row_tiles);

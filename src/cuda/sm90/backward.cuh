@@ -21,6 +21,7 @@
 #include "cuda/attention/tokens.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/backward_config.h"
@@ -444,6 +445,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
   using Config = typename Block::Config;
   extern __shared__ __align__(1024) unsigned char memory[];
   Block block(params, maps, memory);
+  begin_dependent_kernel();
   block.init();
   if (threadIdx.x < kWarpGroup) {
     give_registers_up<Config::kProducerRegisters>();

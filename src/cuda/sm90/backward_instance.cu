@@ -13,7 +13,11 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardM
   using Block = BackwardBlock<Element, kHeadDim, kPlanned>;
   using Config = typename Block::Config;
   const std::int64_t works = key_blocks<Config::kTileKeys, kPlanned>(params);
-  const LaunchShape shape = {std::min<std::int64_t>(works, params.processors), Config::kThreads, Block::kSharedBytes};
+  // After the pass over rows, which lets it begin.
+  const LaunchShape shape = {.blocks = std::min<std::int64_t>(works, params.processors),
+                             .threads = Config::kThreads,
+                             .shared_bytes = Block::kSharedBytes,
+                             .is_dependent = true};
   return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned>, shape, stream, params, maps);
 }
 

@@ -6,6 +6,7 @@
 #include "cuda/attention/tokens.cuh"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/sm90/backward_config.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/pipeline.cuh"
@@ -26,6 +27,7 @@ __host__ __device__ std::int64_t row_parts(std::int64_t rows) {
 // accumulators have them (ptx/wgmma.cuh); the next eight columns follow.
 template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(kWarpGroup) query_gradient_kernel(const __grid_constant__ BackwardParams params) {
+  begin_dependent_kernel();
   const TokenView& dquery = params.dquery;
   // 32 bits: divisions of 64 take long.
   const auto parts = static_cast<unsigned>(row_parts<kHeadDim>(params.rows));
@@ -72,8 +74,8 @@ cudaError_t launch_query_gradients(const BackwardProblem& problem, const Backwar
   return by_type(problem, [&]<typename Element, int kHeadDim>() {
     if constexpr (has_backward(kHeadDim)) {
       const std::int64_t blocks = row_parts<kHeadDim>(problem.rows) * problem.heads * problem.batch;
-      return launch_blocks(query_gradient_kernel<Element, kHeadDim>, {.blocks = blocks, .threads = kWarpGroup}, stream,
-                           params);
+      return launch_blocks(query_gradient_kernel<Element, kHeadDim>,
+                           {.blocks = blocks, .threads = kWarpGroup, .is_dependent = true}, stream, params);
     } else {
       return cudaErrorInvalidValue;  // takes_backward declines
     }

@@ -4,6 +4,7 @@
 namespace flash_dmattn::internal::cuda {
 
 inline void begin_dependent_kernel() {}
+inline void let_next_kernel_begin() {}
 inline void end_dependent_kernel() {}
 
 }  // namespace flash_dmattn::internal::cuda
