@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "cuda/attention/head_dims.h"
-#include "cuda/attention/tokens.cuh"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/dependent_launch.cuh"

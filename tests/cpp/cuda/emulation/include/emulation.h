@@ -89,6 +89,15 @@ inline unsigned ballot(const char* what, unsigned lanes, bool predicate) {
 }  // namespace cuda_emulation
 
 void __syncthreads();
+inline int __syncthreads_or(int value) {
+  static int any;
+  __syncthreads();
+  if (threadIdx.x == 0) any = 0;
+  __syncthreads();
+  any |= value;
+  __syncthreads();
+  return any;
+}
 
 inline void __syncwarp(unsigned lanes = ~0u) { cuda_emulation::exchange_all("__syncwarp", lanes, 0); }
 
@@ -171,6 +180,10 @@ T atomicOr(T* to, T value) {
   return before;
 }
 
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
 template <typename T>
 T __ldg(const T* from) {
   return *from;
