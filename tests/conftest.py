@@ -67,7 +67,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Every test starts from the same seed and leaves the number of threads as it was."""
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # the same on a CPU: torch.manual_seed would note, with a stack trace, what to do with a GPU later
+        torch.default_generator.manual_seed(0)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
