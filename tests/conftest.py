@@ -64,6 +64,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     torch.set_default_device(None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _allocator_of_other_processes() -> None:
+    """Processes that tests start, some of which measure memory, have the C library's usual settings, whatever `make
+    test` sets for the tests themselves."""
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        del os.environ[name]
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Every test starts from the same seed and leaves the number of threads as it was."""
