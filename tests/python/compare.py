@@ -70,11 +70,9 @@ def assert_close_to_oracle(
         allowed = allowed.where(measured.isfinite(), 0.0)
     share = max(_FLOOR[dtype] * torch.finfo(dtype).eps, torch.finfo(got.dtype).eps / 2)  # or the result's own rounding
     subnormal = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
-    # A probability below the least normal number of the dtype of scores may have become 0. What it multiplies is taken
-    # to be no larger than the largest sum here, or than 1 where all of their probabilities are small.
-    largest = float(magnitude.nan_to_num(0.0, 0.0).max())
-    underflow = torch.finfo(torch.promote_types(dtype, torch.float32)).smallest_normal * max(1.0, largest)
-    floor = share * magnitude + slack + subnormal / 2 + underflow
+    floor = share * magnitude + slack + subnormal / 2
+    if dtype != torch.float64 and expected.underflow is not None:  # these probabilities may have become 0
+        floor += picked(expected.underflow)
     if dtype == torch.float64:
         # The reference's exponents are rounded, too. The framework's error does not show that: it makes the same ones.
         floor += torch.finfo(dtype).eps * picked(expected.exponent)

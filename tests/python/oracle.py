@@ -54,6 +54,9 @@ class Expected:
     value: Tensor  # fp64
     magnitude: Tensor  # fp64, finite: the sum of magnitudes that the value is made of
     exponent: Tensor | None  # the same, each probability times the size of its score and of lse
+    underflow: (
+        Tensor | None
+    )  # the same, of probabilities below the least normal float32 number alone; None: there are none
     tainted: Tensor  # bool: shares a (batch, key head) with a non-finite number that some row sees
 
 
@@ -223,6 +226,14 @@ def reference(
         with_sink = visible * (score_size + _size(torch.logaddexp(lse, sink)))
         exponent = carry(relative, with_sink, _size(sink) + lse_size, (share_size * with_sink) @ value_size)
 
+    lost = [size * (size < torch.finfo(torch.float32).smallest_normal) for size in (prob_size, share_size)]
+    lost_sink = torch.zeros_like(lse) if case.sink is None else _size(sink_share)
+    lost_sink = lost_sink * (lost_sink < torch.finfo(torch.float32).smallest_normal)
+    underflow = {}
+    if any(bool(part.any()) for part in (*lost, lost_sink)):
+        of_prob, of_share, of_sink = ((part > 0).double() for part in (*lost, lost_sink))
+        underflow = carry(of_prob, of_share, of_sink, lost[1] @ value_size) | {"lse": lost[0].sum(-1)}
+
     # A non-finite number that is seen may reach whatever is computed with it: its (batch, key head).
     unsound = broken | ~(dout.isfinite().all(-1) & out.isfinite().all(-1))[..., None]
     unsound = unsound | (~(key.isfinite().all(-1) & value.isfinite().all(-1)))[..., None, :].logical_and(visible).any(
@@ -238,7 +249,7 @@ def reference(
     if case.sink is not None:
         tainted["dsink"] = by_head.any(0)
     return {
-        name: Expected(value, magnitude[name], exponent.get(name), tainted[name].expand_as(value))
+        name: Expected(value, magnitude[name], exponent.get(name), underflow.get(name), tainted[name].expand_as(value))
         for name, value in values.items()
     }
 
