@@ -33,6 +33,7 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   counters = arena->take<BackwardCounters>(1);
   if (takes_turns()) arrange_turns(problem, row_tiles, arena);
   const std::int64_t keys = problem.batch * problem.key_heads * problem.keys;
+  key_sums.tile_keys = tiles.keys;
   if (prepared.planned) key_sums.marks = arena->take<std::uint8_t>(static_cast<std::size_t>(keys));
   if (problem.dbias.defined()) arrange_bias(problem, arena);
   cleared_bytes = arena->used() - before;

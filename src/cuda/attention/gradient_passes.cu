@@ -16,7 +16,6 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kMostTileKeys = 128;  // keys that a block of a backward owns, of any family
 
 std::int64_t blocks_for(std::int64_t threads) {
   constexpr std::int64_t kMost = 1 << 20;  // kernels below stride over what is left
@@ -83,9 +82,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int index = static_cast<int>(threadIdx.x); index < keys.count; index += kThreads) marks[listed[index]] = 1;
   } else if (keys.count > 0) {
     // Whole tiles, as those that own them add up what they have of all their keys.
-    const std::int64_t first = keys.first / kMostTileKeys * kMostTileKeys;
-    const std::int64_t past =
-        (std::int64_t{keys.first} + keys.count - 1) / kMostTileKeys * kMostTileKeys + kMostTileKeys;
+    const int tile = all.sums.tile_keys;
+    const std::int64_t first = keys.first / tile * tile;
+    const std::int64_t past = std::int64_t{(keys.first + keys.count - 1) / tile + 1} * tile;
     for (std::int64_t key = first + threadIdx.x; key < min(past, all.keys); key += kThreads) marks[key] = 1;
   }
 }
@@ -140,6 +139,7 @@ template <bool kColors>
 __device__ float4 sum_of_colors(const KeySums& all, const float* sums, std::int64_t own) {
   float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + own));
   if constexpr (kColors) {
+#pragma unroll 2  // compute capability 8.0 has no registers for more
     for (int color = 1; color < all.sums.colors; ++color) {
       const float4 part = __ldcg(reinterpret_cast<const float4*>(sums + own + color * all.color_stride));
       sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
@@ -278,7 +278,6 @@ cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePl
 
 cudaError_t launch_key_gradients(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,
                                  cudaStream_t stream) {
-  if (sums.dkey == nullptr && sums.dvalue == nullptr) return cudaSuccess;
   const KeySums all = key_sums_of(problem, sums);
   const LaunchShape shape = {.blocks = slabs_of(all), .threads = kThreads, .is_dependent = beside};
   const auto launch = [&]<typename Element>(Element) {

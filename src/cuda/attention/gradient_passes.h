@@ -16,6 +16,7 @@ namespace flash_dmattn::internal::cuda {
 struct KeyGradientSums {
   float *dkey = nullptr, *dvalue = nullptr;  // (colors, B, Sk, Hkv, bucket) fp32; null: not wanted
   int colors = 1;
+  int tile_keys = 1;               // a block of the backward owns so many keys, and adds up what it has of all of them
   std::uint8_t* marks = nullptr;   // (B, Hkv, Sk), 1: the key has sums; null: all do
   std::uint8_t* stored = nullptr;  // (B, Hkv), 1: nothing is added up, gradients are there already; null: of no head
 };

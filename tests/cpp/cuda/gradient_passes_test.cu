@@ -21,7 +21,6 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr int kMostTileKeys = 128;  // gradient_passes.cu: whole tiles of a range have sums
 
 // A plan of which nothing but the chunks' keys is there.
 template <typename Element>
@@ -39,6 +38,7 @@ class Call {
     problem_.heads = problem_.key_heads * group;
     width_ = bucket_of(wider_head_dim(problem_));
     sums_.colors = rng() % 3 == 0 ? 3 : 1;
+    sums_.tile_keys = 32 << rng() % 3;
     has_dkey_ = rng() % 4 != 0, has_dvalue_ = rng() % 4 != 0;
     // Without lists of their own query heads of a group share sums, and heads without lists store results themselves.
     own_lists_ = rng() % 3 == 0;
@@ -135,9 +135,10 @@ class Call {
           if (keys.first < 0) {
             std::for_each(listed, listed + keys.count, add);
           } else {
-            const std::int64_t last_tile = (keys.first + keys.count - 1) / kMostTileKeys;
+            // Of a range whole tiles have sums.
+            const int tile = sums_.tile_keys, last = (keys.first + keys.count - 1) / tile;
             for (std::int64_t key = 0; keys.count > 0 && key < problem_.keys; ++key) {
-              if (key / kMostTileKeys >= keys.first / kMostTileKeys && key / kMostTileKeys <= last_tile) add(key);
+              if (key / tile >= keys.first / tile && key / tile <= last) add(key);
             }
           }
         }
