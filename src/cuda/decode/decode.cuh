@@ -17,6 +17,7 @@
 #include "cuda/decode/key_list.cuh"
 #include "cuda/decode/key_union.cuh"
 #include "cuda/launch_blocks.cuh"
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/dynamic_shared.cuh"
 

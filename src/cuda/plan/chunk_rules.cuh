@@ -4,7 +4,7 @@
 
 #include <climits>
 
-#include "cuda/plan/row_list.cuh"
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 
 namespace flash_dmattn::internal::cuda {

@@ -4,14 +4,9 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/plan/entry_offset.cuh"
 
 namespace flash_dmattn::internal::cuda {
-
-// BroadcastView::offset by a division of 32 bits, which takes a fraction of the time.
-__device__ inline std::int64_t entry_offset(const BroadcastView& view, std::int64_t batch, std::int32_t head) {
-  const std::uint32_t own_head = static_cast<std::uint32_t>(head) / static_cast<std::uint32_t>(view.head_divisor);
-  return batch * view.batch_stride + own_head * view.head_stride;
-}
 
 struct RowList {
   const std::int32_t* entries;

@@ -10,12 +10,12 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/tokens.cuh"
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/flags.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
@@ -167,7 +167,7 @@ struct BackwardSteps {
     __syncwarp();
     if (lane() < 16) {
       const std::int32_t key = work().key[column];
-      const std::int64_t entry = offset_of(params.bias, work().block.batch, facts().head);
+      const std::int64_t entry = entry_offset(params.bias, work().block.batch, facts().head);
       block.shared.bias[column] = key < 0 ? 0 : load_bias<Element>(params.bias, entry + key * params.bias.key_stride);
     }
     __syncwarp();

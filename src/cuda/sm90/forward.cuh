@@ -17,6 +17,7 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/softmax.cuh"
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
@@ -25,7 +26,6 @@
 #include "cuda/sm90/forward_config.h"
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/planned_producer.cuh"
 #include "cuda/sm90/work_queue.cuh"
@@ -253,8 +253,8 @@ struct ForwardBlock {
 #pragma unroll
     for (int panel = 0; panel < Config::kBiasPanels; ++panel) {
       load_box(biases + at.stage * static_cast<std::uint32_t>(Config::kBiasBytes) + panel * kQueryPanel, maps.bias,
-               tile * kTileKeys + panel * 64, work.first_row, static_cast<int>(entry_of(work.head, bias.head_divisor)),
-               bias.batches == 1 ? 0 : work.batch, full);
+               tile * kTileKeys + panel * 64, work.first_row,
+               static_cast<int>(entry_of_head(work.head, bias.head_divisor)), bias.batches == 1 ? 0 : work.batch, full);
     }
   }
 
@@ -267,7 +267,7 @@ struct ForwardBlock {
     while (true) {
       const Work& work = taker.take();
       if (work.kind == Work::kNone) return;
-      const std::int64_t first = offset_of(params.bias, work.batch, work.head);
+      const std::int64_t first = entry_offset(params.bias, work.batch, work.head);
       for (int tile = tile_count(work) - 1; tile >= 0; --tile) {
         float share[kShare];
 #pragma unroll

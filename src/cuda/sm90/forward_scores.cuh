@@ -8,12 +8,12 @@
 #include "cuda/attention/hide.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/scores.cuh"
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/sm90/forward_config.h"
-#include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/work_queue.cuh"
 
@@ -162,7 +162,7 @@ struct ForwardScores {
     if (bias.rows > 1) {
       scale_products(rule, scores);
       cuda::add_row_bias<Element>(
-          bias, offset_of(bias, work().batch, block.head_of(work(), group)), block.params.rows, scores,
+          bias, entry_offset(bias, work().batch, block.head_of(work(), group)), block.params.rows, scores,
           [&](int i) { return row_of(i); },
           [&](int n, int pair) {
             const int column = column_of(n) + pair;

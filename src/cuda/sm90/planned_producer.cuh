@@ -13,12 +13,12 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/tokens.cuh"
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/offsets.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/work_queue.cuh"
 
@@ -58,7 +58,7 @@ struct PlannedSources {
 // As DevicePlan::first_chunk, with a division that is fast on a GPU.
 __device__ inline std::int64_t chunk_of(const DevicePlan& plan, int batch, int head, int row) {
   const std::int64_t entry =
-      std::int64_t{plan.per_batch ? batch : 0} * plan.plan_heads + entry_of(head, plan.head_divisor);
+      std::int64_t{plan.per_batch ? batch : 0} * plan.plan_heads + entry_of_head(head, plan.head_divisor);
   return entry * plan.chunk_count + row / kChunkRows;
 }
 
@@ -67,7 +67,8 @@ __device__ inline void find_sources(const AttentionParams& params, int batch, in
                                     PlannedSources* sources) {
   const Visibility& visibility = params.visibility;
   const auto at = [&](const BroadcastView& view, auto element) {
-    return view.defined() ? static_cast<const decltype(element)*>(view.data) + offset_of(view, batch, head) : nullptr;
+    return view.defined() ? static_cast<const decltype(element)*>(view.data) + entry_offset(view, batch, head)
+                          : nullptr;
   };
   const std::int64_t plan_chunk = chunk_of(params.plan, batch, head, first_row);
   const ChunkKeys chunk = params.plan.chunks[plan_chunk];
@@ -83,7 +84,7 @@ __device__ inline void find_sources(const AttentionParams& params, int batch, in
   sources->packed_words = nullptr;
   if (visibility.packed.defined()) {
     const PackedMask& packed = visibility.packed;
-    const std::int64_t first_key = offset_of(packed, batch, head) + first_row / kChunkRows * packed.chunk_stride;
+    const std::int64_t first_key = entry_offset(packed, batch, head) + first_row / kChunkRows * packed.chunk_stride;
     sources->packed_words = packed.words + first_key * kChunkWords + first_row % kChunkRows / kWordRows;
   }
   // One that differs by row is left to consumers.
