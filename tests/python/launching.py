@@ -1,22 +1,43 @@
-"""Scripts in several processes, as torchrun starts them, and what a script refuses, in this one."""
+"""Scripts of this repository as their users start them, and what a script refuses, in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import multiprocessing
 import os
+import runpy
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 TINY = ["--steps", str(STEPS), "--context", "252", "--window", "24", "--layers", "2", "--width", "32"]
+TIMEOUT = 240  # seconds, for a script
+# What most of them import, which takes an interpreter seconds.
+_IMPORTS = ["torch", "torch.distributed.tensor", "transformers.models.doge.modeling_doge", "matplotlib.pyplot"]
+_IMPORTS += ["flash_dmattn.distributed", "flash_dmattn.integrations.doge"]
+
+
+def fresh_processes() -> ForkServerContext:
+    """Processes that begin as a new interpreter does, but for modules that are imported already. What the one that asks
+    has done, to its environment or to a GPU, is nothing to them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    return context
 
 
 def refusal(main: Callable[[], None], *flags: str) -> str:
@@ -34,19 +55,82 @@ def refusal(main: Callable[[], None], *flags: str) -> str:
     return printed.getvalue() + (code if isinstance(code, str) else "")
 
 
+def run_script(
+    script: str, *flags: str, ranks: int | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What a script of this repository returns and prints in a process of its own; or, with `ranks`, in as many of one
+    thread, which are told what torchrun tells them. Those of the first that fails, else of rank 0."""
+    command, common = [str(ROOT / script), *flags], dict(environment or {})
+    if ranks is not None:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with tempfile.TemporaryDirectory() as folder:
+        processes: list[BaseProcess] = []
+        for rank in range(ranks or 1):
+            own = common if ranks is None else common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (command, own, [Path(folder, f"{rank}.{name}") for name in ("out", "err")], ranks is not None)
+            processes.append(fresh_processes().Process(target=_run_script, args=arguments))
+            processes[-1].start()
+        told = _wait(processes)
+        out, err = (Path(folder, f"{told}.{name}").read_text() for name in ("out", "err"))
+    return subprocess.CompletedProcess(command, processes[told].exitcode, out, err)
+
+
+def _wait(processes: list[BaseProcess]) -> int:
+    """Until all have ended or one has failed, which ends the others: which one tells the result."""
+    deadline, running = time.monotonic() + TIMEOUT, list(processes)
+    try:
+        while running:
+            ended = wait([process.sentinel for process in running], deadline - time.monotonic())
+            assert ended, f"still running after {TIMEOUT} s"
+            for process in running:
+                process.join(0)
+                if process.exitcode not in (None, 0):
+                    return processes.index(process)
+            running = [process for process in running if process.exitcode is None]
+        return 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _run_script(command: list[str], environment: dict[str, str], outputs: list[Path], one_thread: bool) -> None:
+    os.environ.update(environment)
+    for path, descriptor in zip(outputs, (1, 2), strict=True):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    if one_thread:
+        torch.set_num_threads(1)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
 def launch(script: str, processes: int, *flags: str, on_gpus: bool = False) -> str:
-    """What a script of this repository prints."""
+    """What a script of this repository prints under torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     if not on_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [*launcher, str(ROOT / script), *flags]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def train(output: Path, processes: int, *flags: str, on_gpus: bool = False) -> list[float]:
-    """The distributed example, small: the loss of every step so far."""
-    launch("examples/train_distributed.py", processes, *TINY, "--output", str(output), *flags, on_gpus=on_gpus)
+def train(output: Path, processes: int, *flags: str, torchrun: bool = False, on_gpus: bool = False) -> list[float]:
+    """The distributed example, small: the loss of every step so far. On GPUs always by torchrun."""
+    script, flags = "examples/train_distributed.py", (*TINY, "--output", str(output), *flags)
+    if torchrun or on_gpus:
+        launch(script, processes, *flags, on_gpus=on_gpus)
+    else:
+        done = run_script(script, *flags, ranks=processes, environment={"CUDA_VISIBLE_DEVICES": ""})
+        assert done.returncode == 0, done.stderr
     return json.loads((output / "losses.json").read_text())

@@ -102,10 +102,15 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def weighted_sum(weights: Tensor, vectors: Tensor, visible: Tensor) -> Tensor:
-    """Sum over visible j of weights[..., i, j] * vectors[..., j, :]; what is hidden is not even multiplied by zero."""
+    """Sum over visible j of weights[..., i, j] * vectors[..., j, :]; what is hidden, and has a weight of 0, is not even
+    multiplied."""
     if all_finite(vectors):
         return weights @ vectors
-    return (weights[..., None] * vectors[..., None, :, :]).where(visible[..., None], 0.0).sum(-2)
+    finite = vectors.isfinite().all(-1, keepdim=True)
+    few = (~finite).flatten(0, -3).any(0).squeeze(-1).nonzero().squeeze(-1)  # one of another head may be finite
+    products = weights[..., few, None] * vectors[..., None, few, :]
+    counts = visible[..., few, None] & ~finite[..., None, few, :]
+    return weights @ vectors.where(finite, 0.0) + products.where(counts, 0.0).sum(-2)
 
 
 def reference(
@@ -122,43 +127,46 @@ def reference(
     batch, heads, key_heads, rows, keys = case.sizes
     group = heads // key_heads if key_heads else 1
     softcap, scale = case.options.get("softcap", 0.0), case.scale
-    visible = visibility(case)
 
-    def by_query_head(tensor: Tensor) -> Tensor:  # (B, Sk, Hkv, D or Dv) -> (B, H, Sk, D or Dv)
-        return tensor.double().transpose(1, 2).repeat_interleave(group, dim=1)
+    # Heads of a group share their keys, so that their rows are those of one longer sequence. All tensors below are
+    # (B, Hkv, G * Sq, ...) or (B, Hkv, Sk, ...), G = H / Hkv, until they are results.
+    def rows_of_group(tensor: Tensor) -> Tensor:  # from (B, H, Sq, ...)
+        return tensor.reshape(batch, key_heads, group * rows, *tensor.shape[3:])
 
-    def sum_group(tensor: Tensor) -> Tensor:  # (B, H, Sk, D or Dv) -> (B, Sk, Hkv, D or Dv)
-        return tensor.reshape(batch, key_heads, group, keys, tensor.size(3)).sum(2).transpose(1, 2)
+    def by_head(tensor: Tensor) -> Tensor:  # to (B, H, Sq, ...)
+        return tensor.reshape(batch, heads, rows, *tensor.shape[3:])
 
-    query, dout = case.query.double().transpose(1, 2), case.dout.double().transpose(1, 2)
+    visible = rows_of_group(visibility(case))
+    query, dout = (rows_of_group(tensor.double().transpose(1, 2)) for tensor in (case.query, case.dout))
     seen = visible.any(-2)[..., None]
-    key, value = by_query_head(case.key).where(seen, 0.0), by_query_head(case.value).where(seen, 0.0)
+    key, value = (tensor.double().transpose(1, 2).where(seen, 0.0) for tensor in (case.key, case.value))
 
     def rounded(score: Tensor) -> Tensor:
         return score.float().double() if float32_scores else score
 
-    score = rounded(scale * rounded(query @ key.mT))
-    slope = score.new_ones(())
+    score, slope = rounded(scale * rounded(query @ key.mT)), None
     if softcap > 0:
         slope = 1 - torch.tanh(score / softcap) ** 2
         score = rounded(softcap * torch.tanh(score / softcap))
     if case.bias is not None:
-        score = rounded(score + broadcast(case.bias.double(), case))
+        score = rounded(score + rows_of_group(broadcast(case.bias.double(), case)))
     score = score.where(visible, -math.inf)
 
     # A row is empty (nothing seen, or only -inf), broken (it sees a score of +inf or NaN) or sound.
-    highest = score.amax(-1, keepdim=True) if keys else torch.full((batch, heads, rows, 1), -math.inf).double()
+    highest = score.amax(-1, keepdim=True) if keys else score.new_full((*score.shape[:3], 1), -math.inf)
     empty, broken = highest == -math.inf, highest.isnan() | (highest == math.inf)
     weight = (score - highest.where(highest.isfinite(), 0.0)).exp()
     total = weight.sum(-1, keepdim=True)
-    prob = (weight / total.where(~empty, 1.0)).where(~broken | ~visible, math.nan)
+    prob = weight / total.where(~empty, 1.0)
+    if broken.any():
+        prob = prob.where(~broken | ~visible, math.nan)
     lse = (highest + total.log()).where(highest.isfinite(), highest)
     query, dout = query.where(~empty, 0.0), dout.where(~empty, 0.0)
     live = visible & ~empty
 
     # The sink is one more score of the row, but not for lse. `prob` is of the keys alone, `share` with the sink.
     sink = torch.full((heads,), -math.inf) if case.sink is None else case.sink
-    sink = sink.double()[None, :, None, None].expand_as(highest)
+    sink = rows_of_group(sink.double()[None, :, None, None].expand(batch, heads, rows, 1))
     share, lost = prob, broken
     if case.sink is not None:
         spoilt = sink.isnan() | (sink == math.inf)
@@ -172,82 +180,90 @@ def reference(
         sink_share = (sink_share / whole).where(~lost, math.nan).where(~empty & (sink != -math.inf), 0.0)
 
     out = weighted_sum(share, value, live).where(~lost, math.nan)
-    values = {"out": out.transpose(1, 2), "lse": lse.squeeze(-1)}
+    values = {"out": by_head(out).transpose(1, 2), "lse": by_head(lse.squeeze(-1))}
     if gradients:
-        dlse = torch.zeros_like(lse) if case.dlse is None else case.dlse.double()[..., None].where(~empty, 0.0)
         dprob = dout @ value.mT
         delta = (dout * out).sum(-1, keepdim=True)
-        dscore = (share * (dprob - delta) + prob * dlse).where(live, 0.0)
-        dproduct = scale * (dscore * slope).where(live, 0.0)
+        dscore = share * (dprob - delta)
+        if case.dlse is not None:
+            dlse = rows_of_group(case.dlse.double())[..., None].where(~empty, 0.0)
+            dscore = dscore + prob * dlse
+        dscore = dscore.where(live, 0.0)
+        dproduct = scale * (dscore if slope is None else (dscore * slope).where(live, 0.0))
         values |= {
-            "dquery": weighted_sum(dproduct, key, live).transpose(1, 2),
-            "dkey": sum_group(weighted_sum(dproduct.mT, query, live.mT)),
-            "dvalue": sum_group(weighted_sum(share.where(live, 0.0).mT, dout, live.mT)),
+            "dquery": by_head(weighted_sum(dproduct, key, live)).transpose(1, 2),
+            "dkey": weighted_sum(dproduct.mT, query, live.mT).transpose(1, 2),
+            "dvalue": weighted_sum(share.where(live, 0.0).mT, dout, live.mT).transpose(1, 2),
         }
         if case.bias is not None:
-            values["dbias"] = reduce_like(dscore, case.bias, case)
+            values["dbias"] = reduce_like(by_head(dscore), case.bias, case)
         if case.sink is not None:
-            values["dsink"] = -(sink_share * delta).where(sink_share != 0, 0.0).sum((0, 2, 3))
+            values["dsink"] = -by_head((sink_share * delta).where(sink_share != 0, 0.0)).sum((0, 2, 3))
 
     # Magnitudes: the same sums of absolute values. Scores are rounded before they become exponents, so that the
     # relative error of a probability is proportional to the size of its score and of lse.
     query_size, key_size, value_size, dout_size = (_size(tensor) for tensor in (query, key, value, dout))
-    prob_size, share_size, out_size, lse_size = (_size(tensor) for tensor in (prob, share, out, lse))
-    score_size = abs(scale) * (query_size @ key_size.mT) * _size(slope) + _size(score)
+    prob_size, out_size, lse_size = (_size(tensor) for tensor in (prob, out, lse))
+    share_size = prob_size if share is prob else _size(share)
+    slope_size = 1.0 if slope is None else _size(slope)
+    score_size = (abs(scale) * query_size) @ key_size.mT * slope_size + _size(score)
     lse_made_of = (prob_size * visible * score_size).sum(-1) + lse_size.squeeze(-1)
     if gradients:
-        dprob_size, dlse_size = _size(dprob), _size(dlse)
+        dprob_size = _size(dprob)
 
     def carry(of_prob: Tensor, of_share: Tensor, of_sink: Tensor, out_made_of: Tensor) -> dict[str, Tensor]:
         weight = of_share * share_size
-        result = {"out": (weight @ value_size).transpose(1, 2), "lse": lse_made_of}
+        result = {"out": by_head(weight @ value_size).transpose(1, 2), "lse": by_head(lse_made_of)}
         if not gradients:
             return result
         made_of_delta = (dout_size * out_made_of).sum(-1, keepdim=True)
-        made_of = weight * dprob_size + of_prob * prob_size * dlse_size + share_size * made_of_delta
-        through_scale = abs(scale) * made_of * _size(slope) * live
+        made_of = (weight * dprob_size).addcmul_(share_size, made_of_delta)
+        if case.dlse is not None:
+            made_of += of_prob * prob_size * _size(dlse)
+        made_of *= live
+        through_scale = abs(scale) * made_of * slope_size
         result |= {
-            "dquery": (through_scale @ key_size).transpose(1, 2),
-            "dkey": sum_group(through_scale.mT @ query_size),
-            "dvalue": sum_group(weight.mT @ dout_size),
+            "dquery": by_head(through_scale @ key_size).transpose(1, 2),
+            "dkey": (through_scale.mT @ query_size).transpose(1, 2),
+            "dvalue": (weight.mT @ dout_size).transpose(1, 2),
         }
         if case.bias is not None:
-            result["dbias"] = reduce_like(made_of * live, case.bias, case)
+            result["dbias"] = reduce_like(by_head(made_of), case.bias, case)
         if case.sink is not None:
             delta_size = (dout_size * out_size).sum(-1, keepdim=True)
             made_of_sink = _size(sink_share) * (of_sink * delta_size + made_of_delta)
-            result["dsink"] = made_of_sink.sum((0, 2, 3))
+            result["dsink"] = by_head(made_of_sink).sum((0, 2, 3))
         return result
 
     one = torch.ones_like(lse)
     magnitude, exponent = carry(one, one, one, out_size), {}
     if exponents:
         relative = visible * (score_size + lse_size)
-        with_sink = visible * (score_size + _size(torch.logaddexp(lse, sink)))
+        with_sink = relative if case.sink is None else visible * (score_size + _size(torch.logaddexp(lse, sink)))
         exponent = carry(relative, with_sink, _size(sink) + lse_size, (share_size * with_sink) @ value_size)
 
-    lost = [size * (size < torch.finfo(torch.float32).smallest_normal) for size in (prob_size, share_size)]
-    lost_sink = torch.zeros_like(lse) if case.sink is None else _size(sink_share)
-    lost_sink = lost_sink * (lost_sink < torch.finfo(torch.float32).smallest_normal)
-    underflow = {}
-    if any(bool(part.any()) for part in (*lost, lost_sink)):
-        of_prob, of_share, of_sink = ((part > 0).double() for part in (*lost, lost_sink))
-        underflow = carry(of_prob, of_share, of_sink, lost[1] @ value_size) | {"lse": lost[0].sum(-1)}
+    def too_small(size: Tensor) -> Tensor:
+        return (size < torch.finfo(torch.float32).smallest_normal) & (size > 0)
+
+    underflow, of_prob = {}, too_small(prob_size)
+    of_share = of_prob if share is prob else too_small(share_size)
+    of_sink = torch.zeros_like(empty) if case.sink is None else too_small(_size(sink_share))
+    if any(bool(part.any()) for part in (of_prob, of_share, of_sink)):
+        underflow = carry(of_prob, of_share, of_sink, (of_share * share_size) @ value_size)
+        underflow["lse"] = by_head((of_prob * prob_size).sum(-1))
 
     # A non-finite number that is seen may reach whatever is computed with it: its (batch, key head).
     unsound = broken | ~(dout.isfinite().all(-1) & out.isfinite().all(-1))[..., None]
-    unsound = unsound | (~(key.isfinite().all(-1) & value.isfinite().all(-1)))[..., None, :].logical_and(visible).any(
-        -1, True
-    )
-    unsound = unsound.any(-2, keepdim=True).reshape(batch, key_heads, group).any(-1)
-    by_head = unsound.repeat_interleave(group, dim=1)
-    tainted = dict.fromkeys(("out", "dquery"), by_head[:, None, :, None])
-    tainted |= dict.fromkeys(("dkey", "dvalue"), unsound[:, None, :, None]) | {"lse": by_head[:, :, None]}
+    sound_keys = key.isfinite().all(-1) & value.isfinite().all(-1)
+    unsound = (unsound | (visible & ~sound_keys[..., None, :]).any(-1, True)).any(-2).squeeze(-1)
+    unsound_head = unsound.repeat_interleave(group, dim=1)
+    tainted = dict.fromkeys(("out", "dquery"), unsound_head[:, None, :, None])
+    tainted |= dict.fromkeys(("dkey", "dvalue"), unsound[:, None, :, None]) | {"lse": unsound_head[:, :, None]}
     if case.bias is not None:
-        full = by_head[:, :, None, None].expand(batch, heads, rows, keys).double()
+        full = unsound_head[:, :, None, None].expand(batch, heads, rows, keys).double()
         tainted["dbias"] = reduce_like(full, case.bias, case) > 0
     if case.sink is not None:
-        tainted["dsink"] = by_head.any(0)
+        tainted["dsink"] = unsound_head.any(0)
     return {
         name: Expected(value, magnitude[name], exponent.get(name), underflow.get(name), tainted[name].expand_as(value))
         for name, value in values.items()

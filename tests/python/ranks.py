@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.sharedctypes import Synchronized
@@ -14,6 +13,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from launching import fresh_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TIMEOUT = 60  # seconds, for a collective: a test that hangs ends in torch's error
@@ -37,7 +37,7 @@ class Ranks:
 @contextlib.contextmanager
 def start_ranks(size: int, folder: Path, backend: Backend = "gloo") -> Iterator[Ranks]:
     """`folder`: an empty one, where they find each other. With "nccl" each rank has the GPU of its number."""
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     next_rank = context.Value("i", 0)
     with ProcessPoolExecutor(size, context, _join, (next_rank, size, folder.as_uri() + "/store", backend)) as pool:
         yield Ranks(pool, size)

@@ -27,4 +27,4 @@ def test_other_processes_resume(of_one_process: list[float], tmp_path: Path) -> 
 def test_autocast(of_one_process: list[float], tmp_path: Path) -> None:
     """As on GPUs: keys are float32 then, and values bfloat16. Roundings make some 0.002; gradients that are not added
     up, or rows that do not see other ranks, 0.06."""
-    assert train(tmp_path, 2, "--dtype", "bfloat16") == pytest.approx(of_one_process, abs=0.01)
+    assert train(tmp_path, 2, "--dtype", "bfloat16", torchrun=True) == pytest.approx(of_one_process, abs=0.01)

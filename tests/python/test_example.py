@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from flash_dmattn import dynamic_mask_attention
-from launching import refusal
+from launching import refusal, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -29,9 +28,7 @@ OUTPUTS = ["checkpoint.pt", "loss.png", "sample.txt", "summary.json", "visible_k
 
 
 def run_example(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "train_language_model.py"), "--output", str(output), *TINY, *flags]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return run_script("examples/train_language_model.py", "--output", str(output), *TINY, *flags)
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, output: Path, *flags: str) -> None:

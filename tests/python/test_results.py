@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from launching import run_script
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,9 +301,9 @@ def test_progress_says_the_case_on_a_terminal_only() -> None:
 def test_a_script_writes_what_is_documented(tmp_path: Path) -> None:
     import results
 
-    command = [sys.executable, str(BENCHMARKS / "cpu_key_indices.py"), "--quick", "--repeats", "2", "--threads", "1"]
-    done = subprocess.run([*command, "--json", str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    flags = ["--quick", "--repeats", "2", "--threads", "1", "--json", str(tmp_path)]
+    done = run_script("benchmarks/cpu_key_indices.py", *flags)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     (file,) = tmp_path.glob("*-cpu_key_indices.json")
     content = results.read(file)
     assert content["command"][:2] == ["benchmarks/cpu_key_indices.py", "--quick"]

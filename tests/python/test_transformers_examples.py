@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import refusal
+from launching import refusal, run_script
 from transformers import DogeForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -26,14 +25,12 @@ TINY = ["--context", "128", "--window", "32", "--batch-size", "8", "--layers", "
 TINY += ["--max-bytes", "1000000", "--learning-rate", "0.003", "--steps", str(STEPS)]
 
 
-def run(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(script), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return run_script(script, *flags, environment={"HF_HUB_OFFLINE": "1"})
 
 
 def train(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return run(EXAMPLES / "train_doge.py", "--output", str(output), *TINY, *flags)
+    return run("examples/train_doge.py", "--output", str(output), *TINY, *flags)
 
 
 def losses_of(output: Path) -> dict[str, object]:
@@ -67,7 +64,7 @@ def test_resumed_run_equals_uninterrupted_one(finished: Path, tmp_path: Path) ->
     other = refusal(train_doge.main, "--output", str(tmp_path), *TINY, "--resume", "--width", "32")
     assert "began with width 64, not 32" in other
     assert len(other.splitlines()) == 1  # not a page of sizes that do not match
-    resumed = run(EXAMPLES / "train_doge.py", "--output", str(tmp_path), "--resume", "--cpu")
+    resumed = run("examples/train_doge.py", "--output", str(tmp_path), "--resume", "--cpu")
     assert resumed.returncode == 0, resumed.stderr  # with the settings of the checkpoint
     expected, found = (torch.tensor(losses_of(output)["train_bits_per_byte"]) for output in (finished, tmp_path))
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0.02)  # bfloat16, any number of threads
@@ -84,7 +81,7 @@ def test_lora_adapts_to_another_text(finished: Path, tmp_path: Path) -> None:
     text.write_text("All work and no play makes Jack a dull boy.\n" * 500)
     flags = ["--model", str(finished / "model"), "--text", str(text), "--output", str(tmp_path / "lora")]
     flags += ["--steps", "60", "--context", "64", "--batch-size", "8", "--learning-rate", "0.02", "--device", "cpu"]
-    result = run(EXAMPLES / "finetune_lora.py", *flags)
+    result = run("examples/finetune_lora.py", *flags)
     assert result.returncode == 0, result.stderr
     found = losses_of(tmp_path / "lora")
     assert found["validation_after"] < found["validation_before"] - 1
@@ -102,9 +99,8 @@ def test_code_in_the_docs_runs(code: str) -> None:
 
 
 def test_benchmark_runs(tmp_path: Path) -> None:
-    result = run(
-        BENCHMARKS / "gpu_doge.py", "--quick", "--repeats", "2", "--threads", "1", "--json", str(tmp_path / "out.json")
-    )
+    flags = ["--quick", "--repeats", "2", "--threads", "1", "--json", str(tmp_path / "out.json")]
+    result = run("benchmarks/gpu_doge.py", *flags)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads((tmp_path / "out.json").read_text())["comparisons"]
     assert {"sdpa", "eager"} <= {line["other"] for line in lines}

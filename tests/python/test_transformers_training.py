@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from doge_models import VOCABULARY, distinct_tokens, pair, tiny_doge
 from flash_dmattn.integrations import doge
 from peft import LoraConfig, get_peft_model
+from ranks import Ranks, mesh_of, start_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "dt_proj"], task_type="CAUSAL_LM")
 
@@ -71,77 +71,43 @@ def test_norms_in_float32() -> None:
 
 # ---- Two processes
 
-WORKER = """
-import os, sys
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from doge_models import tiny_doge
-from flash_dmattn.integrations import doge
-
-how, data, out = sys.argv[1:]
-torch.set_num_threads(1)
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
-model = tiny_doge(9)
-doge.enable(model)
-texts = torch.load(data)
-if how == "ddp":
-    trained = DistributedDataParallel(model)
-else:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    trained = fully_shard(model, mesh=mesh)
-optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-for text in texts:
-    part = text.chunk(2)[rank]
-    loss = trained(input_ids=part, labels=part).loss
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-parameters = {
-    name: parameter.full_tensor() if how == "fsdp" else parameter.detach()
-    for name, parameter in model.named_parameters()
-}
-if rank == 0:
-    torch.save(parameters, out)
-dist.barrier()
-os._exit(0)  # threads of the process group may outlive an orderly exit, which then aborts
-"""
+def train_on_rank(how: str, texts: list[Tensor]) -> dict[str, Tensor]:
+    """The parameters after a step for each of `texts`, of which every rank has its part."""
+    torch.manual_seed(0)
+    model = tiny_doge(9)
+    doge.enable(model)
+    if how == "ddp":
+        trained = DistributedDataParallel(model)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh_of())
+        trained = fully_shard(model, mesh=mesh_of())
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for text in texts:
+        part = text.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = trained(input_ids=part, labels=part).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {
+        name: parameter.full_tensor().detach() if how == "fsdp" else parameter.detach()
+        for name, parameter in model.named_parameters()
+    }
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with start_ranks(2, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_two_processes_train_as_one(how: str, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(how: str, two_ranks: Ranks) -> None:
     texts = [distinct_tokens(4, 40) for _ in range(3)]
-    torch.save(texts, tmp_path / "texts.pt")
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, how, str(tmp_path / "texts.pt"), str(tmp_path / "trained.pt")],
-            env=environment | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [worker.communicate(timeout=200) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, (_, errors) in zip(workers, results, strict=True):
-        assert worker.returncode == 0, errors
-
+    trained, other = two_ranks.run(train_on_rank, how, texts)
+    for name in trained:
+        assert torch.equal(trained[name], other[name]), name
     model, _ = pair(9)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for text in texts:
@@ -149,7 +115,7 @@ def test_two_processes_train_as_one(how: str, tmp_path: Path) -> None:
         for part in text.chunk(2):
             (model(input_ids=part, labels=part).loss / 2).backward()
         optimizer.step()
-    trained, before = torch.load(tmp_path / "trained.pt"), tiny_doge(9).state_dict()
+    before = tiny_doge(9).state_dict()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.detach(), rtol=1e-4, atol=1e-5)
     assert not torch.equal(trained["model.layers.0.self_attn.A"], before["model.layers.0.self_attn.A"])
