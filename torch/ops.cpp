@@ -3,7 +3,7 @@
 //
 // Only this folder includes torch, and of torch only the stable ABI: one binary serves every later version and
 // every CPython. What belongs to the operators but needs no C++ (shapes for torch.compile, autograd, autocast, vmap) is
-// registered by python/flash_dmattn/_library.py.
+// registered by python/flash_dmattn/_registrations.py.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

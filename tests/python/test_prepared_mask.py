@@ -16,7 +16,7 @@ from compare import assert_case_close
 from flash_dmattn import (
     KeyIntervals,
     PreparedMask,
-    _library,
+    _operators,
     attention,
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -289,8 +289,8 @@ def test_is_loaded_as_weights_only(make: Callable, kind: str, is_causal: bool) -
 def recorded_plans(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """The plans that forwards and backwards are called with."""
     plans = []
-    monkeypatch.setattr(_library, "_forward_op", recording(FORWARD, "plan", plans))
-    monkeypatch.setattr(_library, "_backward_op", recording(BACKWARD, "plan", plans))
+    monkeypatch.setattr(_operators, "attention_forward", recording(FORWARD, "plan", plans))
+    monkeypatch.setattr(_operators, "attention_backward", recording(BACKWARD, "plan", plans))
     return plans
 
 

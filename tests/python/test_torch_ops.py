@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cases import assert_near
-from flash_dmattn import _library, attention
+from flash_dmattn import _operators, attention
 from flash_dmattn._visibility import Visibility, argument_names, leading_tensors, shown_name
 from operators import (
     BACKWARD,
@@ -202,7 +202,7 @@ def test_gradients_that_nobody_needs_are_not_asked_for(
         asked.append((arguments[1], *arguments[-5:]))
         return BACKWARD(*arguments)
 
-    monkeypatch.setattr(_library, "_backward_op", record)
+    monkeypatch.setattr(_operators, "attention_backward", record)
     case = small_case(bias=(5, 7))
     for leaf, needed in zip(leaves_of(case), needs, strict=True):
         leaf.requires_grad_(needed)
@@ -336,7 +336,7 @@ def test_without_gradients_nothing_is_recorded(mode: Callable) -> None:
 def recorded_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """The deterministic argument of every forward call."""
     flags = []
-    monkeypatch.setattr(_library, "_forward_op", recording(FORWARD, "deterministic", flags))
+    monkeypatch.setattr(_operators, "attention_forward", recording(FORWARD, "deterministic", flags))
     yield flags
     torch.use_deterministic_algorithms(False)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import assert_near, assert_same_bits, make_case, run_library
-from flash_dmattn import KeyIntervals, _library, attention, prepare_mask, select_keys
+from flash_dmattn import KeyIntervals, _library, _operators, attention, prepare_mask, select_keys
 from flash_dmattn._device_plan import MOST_DECODE_ROWS, plan_size
 from flash_dmattn._visibility import Visibility
 from operators import (
@@ -222,9 +222,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
     """The plans that were made, and those that forwards and backwards were called with."""
     plans: dict[str, list] = {"made": [], "forward": [], "backward": []}
 
-    monkeypatch.setattr(_library, "_plan_op", recording(PLAN, None, plans["made"]))
-    monkeypatch.setattr(_library, "_forward_op", recording(FORWARD, "plan", plans["forward"]))
-    monkeypatch.setattr(_library, "_backward_op", recording(BACKWARD, "plan", plans["backward"]))
+    monkeypatch.setattr(_operators, "attention_plan", recording(PLAN, None, plans["made"]))
+    monkeypatch.setattr(_operators, "attention_forward", recording(FORWARD, "plan", plans["forward"]))
+    monkeypatch.setattr(_operators, "attention_backward", recording(BACKWARD, "plan", plans["backward"]))
     return plans
 
 
