@@ -8,21 +8,18 @@
 #include <cstdint>
 #include <new>
 #include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 #include "attention_testing.h"
-#include "core/thread_pool.h"
 #include "flash_dmattn/info.h"
 #include "flash_dmattn/plan.h"
-
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);  // fuzz_attention.cpp
 
 namespace flash_dmattn {
 namespace {
 
 using testing::Call;
+using testing::kKernelDTypes;
+using testing::reference_of;
 using testing::SerialExecutor;
 using testing::Tensor;
 using testing::Variant;
@@ -57,13 +54,6 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance, c
   EXPECT_LE(worst, kWorstFactor * allowed) << name;
 }
 
-// The same call in fp64.
-Call reference_of(const Call& call) {
-  Call reference = call.in_float64();
-  reference.run();
-  return reference;
-}
-
 double typical_size_of(const std::string& name, const Call& call) {
   const double summands = testing::summands_of(name, call);
   return summands > 1 ? kTypicalSummand * std::sqrt(summands) : kTypicalSize;
@@ -78,8 +68,6 @@ void expect_results_close(const Call& got, const Call& expected) {
                  typical_size_of(name, got));
   }
 }
-
-constexpr DType kKernelDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 struct DTypeVariant {
   DType dtype;
@@ -353,242 +341,6 @@ INSTANTIATE_TEST_SUITE_P(Variants, Attention, ::testing::ValuesIn(for_every_dtyp
                          [](const ::testing::TestParamInfo<DTypeVariant>& info) {
                            return info.param.variant.name + "_" + name_of(info.param.dtype);
                          });
-
-TEST(AttentionWorkspace, TooLittleOrUnalignedIsRefused) {
-  Call call({.name = "workspace", .shape = {1, 33, 65, 2, 1, 32}}, DType::kFloat32);
-  std::size_t bytes = 0;
-  ASSERT_TRUE(attention_forward_workspace(call.inputs(), call.options, {}, &bytes).ok());
-  ASSERT_GT(bytes, 0u);
-  std::vector<std::byte> memory(bytes + 2 * kMemoryAlignment);
-  auto* aligned =
-      memory.data() + (kMemoryAlignment - reinterpret_cast<std::uintptr_t>(memory.data()) % kMemoryAlignment);
-  const auto run = [&](void* workspace, std::size_t size) {
-    return attention_forward(call.inputs(), call.options, call.outputs(), workspace, size).argument();
-  };
-  EXPECT_EQ(run(aligned, bytes - 1), "workspace");
-  EXPECT_EQ(run(aligned + 1, bytes), "workspace");
-  EXPECT_EQ(run(nullptr, bytes), "workspace");
-  EXPECT_EQ(run(aligned, bytes), "");
-}
-
-TEST(AttentionWorkspace, GrowsWithLengthsNotWithTheirProduct) {
-  const auto bytes_of = [](std::int64_t length) {
-    const Call call({.name = "long", .shape = {1, 1, 1, 2, 1, 32}}, DType::kFloat32);
-    AttentionInputs inputs = call.inputs();  // never read: only the sizes count
-    for (TensorView* view : {&inputs.query, &inputs.key, &inputs.value}) view->shape[1] = length;
-    inputs.visibility.mask = contiguous_view(call.query.view().data, DType::kBool, length, length);
-    std::size_t bytes = 0;
-    SerialExecutor executor(2);
-    EXPECT_TRUE(attention_forward_workspace(inputs, call.options, {.executor = &executor}, &bytes).ok());
-    return bytes;
-  };
-  EXPECT_LE(bytes_of(1 << 17), 2 * bytes_of(1 << 16) + 4096);
-}
-
-TEST(Attention, ReadsAnyStridesAndAlignments) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    const Variant variant{
-        .name = "strides", .shape = {2, 20, 70, 4, 2, 24}, .mask = {2, 4, 20, 70}, .bias = {2, 4, 20, 70}};
-    Call plain(variant, dtype);
-    plain.run();
-    // Every input again as (heads, batch, sequence, D or keys) with a row pitch of three more and one element of
-    // offset.
-    std::vector<Tensor> storage;
-    storage.reserve(6);
-    const auto moved = [&](const Tensor& tensor) {
-      const auto& s = tensor.shape();
-      const std::int64_t pitch = s[3] + 3;
-      storage.emplace_back(tensor.dtype(), std::vector<std::int64_t>{1 + s[0] * s[1] * s[2] * pitch});
-      TensorView view = tensor.view();
-      view.data = static_cast<std::byte*>(storage.back().view().data) + size_of(tensor.dtype());
-      view.strides = {s[1] * pitch, pitch, s[0] * s[1] * pitch, 1};
-      for (std::int64_t i = 0; i < static_cast<std::int64_t>(tensor.count()); ++i) {
-        const std::int64_t at[] = {i / (s[1] * s[2] * s[3]), i / (s[2] * s[3]) % s[1], i / s[3] % s[2], i % s[3]};
-        std::int64_t offset = 1;
-        for (std::size_t dim = 0; dim < 4; ++dim) offset += at[dim] * view.strides[dim];
-        storage.back().set(static_cast<std::size_t>(offset), tensor.get(static_cast<std::size_t>(i)));
-      }
-      return view;
-    };
-    Call call = plain;
-    call.make_results();
-    const AttentionInputs inputs = {.query = moved(call.query),
-                                    .key = moved(call.key),
-                                    .value = moved(call.value),
-                                    .bias = moved(call.bias),
-                                    .visibility = {.mask = moved(call.mask)}};
-    ASSERT_EQ(attention_forward(inputs, call.options, call.outputs()).message(), "ok");
-    AttentionCotangents cotangents = call.cotangents();
-    cotangents.dout = moved(call.dout);
-    ASSERT_EQ(attention_backward(inputs, cotangents, call.options, call.gradients()).message(), "ok");
-    testing::expect_same_bytes(plain, call);
-  }
-}
-
-// Few query rows: keys are split as the shape says, for any number of workers, in any order, asked for or not.
-TEST(Attention, DecodesToTheSameBitsForAnyNumberOfWorkers) {
-  for (const DType dtype : kKernelDTypes) {
-    for (const std::int64_t rows : {1, 3, 16}) {
-      Call call({.name = "decode", .shape = {1, rows, 4097, 4, 4, 48}, .mask = {1, 4, 1, 4097}}, dtype);
-      ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
-      for (const int workers : {1, 2, 3, 7, 64}) {
-        Call again = call;
-        again.make_results();
-        SerialExecutor executor(workers);
-        ASSERT_TRUE(attention_forward(again.inputs(), again.options, again.outputs(), {.executor = &executor}).ok());
-        EXPECT_EQ(call.out.bytes(), again.out.bytes()) << name_of(dtype) << " " << rows << " rows, " << workers;
-        EXPECT_EQ(call.lse.bytes(), again.lse.bytes());
-        EXPECT_EQ(call.row_stats.bytes(), again.row_stats.bytes());
-      }
-    }
-  }
-}
-
-// Threads that finish in any order merge the same parts.
-TEST(Attention, DecodesOnThreads) {
-  Call call({.name = "decode", .shape = {2, 1, 5000, 8, 2, 64}}, DType::kFloat32);
-  ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
-  for (int i = 0; i < 20; ++i) {
-    Call again = call;
-    again.make_results();
-    ASSERT_TRUE(attention_forward(again.inputs(), again.options, again.outputs()).ok());
-    ASSERT_EQ(call.out.bytes(), again.out.bytes());
-  }
-}
-
-TEST(Attention, VisibleNaNAndInfinityComeOut) {
-  for (const DType dtype : kKernelDTypes) {
-    for (Tensor Call::*const input : {&Call::query, &Call::key, &Call::value, &Call::bias, &Call::dout}) {
-      for (const double bad : {std::nan(""), HUGE_VAL}) {
-        Call call({.name = "visible", .shape = {2, 20, 70, 2, 1, 24}, .bias = {2, 2, 20, 70}}, dtype);
-        const std::size_t first = (call.*input).count() - 24;  // of the last batch element
-        const bool makes_scores = input == &Call::query || input == &Call::key;
-        for (std::size_t i = first; i < (makes_scores ? first + 24 : first + 1); ++i) (call.*input).set(i, bad);
-        call.run();
-        const Call reference = reference_of(call);
-        const auto got = call.results(), expected = reference.results();
-        for (std::size_t i = 0; i < got.size(); ++i) {
-          const auto& [name, tensor] = got[i];
-          for (std::size_t at = 0; at < tensor->count(); ++at) {
-            const bool finite = std::isfinite(expected[i].second->get(at));
-            // The other batch element is out of reach.
-            if (finite && at >= tensor->count() / 2) continue;
-            ASSERT_EQ(std::isfinite(tensor->get(at)), finite) << name << "[" << at << "] " << name_of(dtype);
-          }
-        }
-      }
-    }
-  }
-}
-
-// A bias that is the same for all keys changes lse and nothing else, also where lse is too coarse for the rows' sums.
-TEST(Attention, ALargeBiasOfAllKeysChangesNoGradient) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
-    Call call({.name = "large", .shape = {1, 9, 70, 2, 1, 8}, .bias = {1, 1, 1, 70}, .float_bias = true}, dtype);
-    call.query.fill([] { return 0.0; });
-    call.bias.fill([] { return 0.0; });
-    call.run();
-    for (const double size : {-1e9, 1e9, 1e30, -double{std::numeric_limits<float>::max()}}) {
-      Call large = call;
-      large.bias.fill([&] { return size; });
-      large.run();
-      EXPECT_FLOAT_EQ(static_cast<float>(large.lse.get(0)), static_cast<float>(size));
-      large.lse = call.lse;
-      expect_same_bytes(large, call);
-    }
-  }
-}
-
-TEST(Attention, SinksThatAreNotFinite) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
-    for (const std::int64_t rows : {std::int64_t{40}, std::int64_t{3}}) {  // packed, and where they lie
-      // The second batch element has no keys.
-      Call call({.name = "sinks", .shape = {2, rows, 70, 4, 1, 24}, .bias = {1, 1, 1, 70}, .seqlens = {70, 0}}, dtype);
-      call.run();
-      Call sunk = call;
-      sunk.sink = Tensor(dtype, {4});
-      const double sinks[] = {-HUGE_VAL, std::nan(""), HUGE_VAL, 0.5};
-      for (std::size_t h = 0; h < 4; ++h) sunk.sink.set(h, sinks[h]);
-      sunk.make_results();
-      sunk.run();
-      EXPECT_EQ(sunk.lse.bytes(), call.lse.bytes()) << name_of(dtype);
-      for (std::size_t i = 0; i < call.out.count(); ++i) {
-        const std::size_t head = i / 24 % 4;
-        for (const auto& [got, plain] : {std::pair(&sunk.out, &call.out), std::pair(&sunk.dquery, &call.dquery)}) {
-          if (head == 0 || i >= call.out.count() / 2) {
-            ASSERT_EQ(got->get(i), plain->get(i)) << name_of(dtype) << " " << i;
-          } else {
-            ASSERT_EQ(std::isnan(got->get(i)), head != 3) << name_of(dtype) << " " << i;
-          }
-        }
-      }
-      EXPECT_EQ(sunk.dsink.get(0), 0) << name_of(dtype);
-      EXPECT_TRUE(std::isnan(sunk.dsink.get(1)) && std::isnan(sunk.dsink.get(2))) << name_of(dtype);
-      EXPECT_TRUE(std::isfinite(sunk.dsink.get(3))) << name_of(dtype);
-    }
-  }
-}
-
-TEST(Attention, ResultsAreRoundedToNearest) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    const double eps = dtype == DType::kBFloat16 ? 1.0 / (1 << 7) : 1.0 / (1 << 10);
-    Call call({.name = "rounding", .shape = {1, 1, 4, 1, 1, 8}}, dtype);
-    call.query.fill([] { return 0.0; });  // all keys weigh a quarter
-    call.value.fill([] { return 1.0; });
-    for (std::size_t d = 0; d < 8; ++d) call.value.set(d, 1 + static_cast<double>(d) * eps);
-    ASSERT_TRUE(attention_forward(call.inputs(), call.options, call.outputs()).ok());
-    for (std::size_t d = 0; d < 8; ++d) {  // halves round to even, as nearbyint does
-      EXPECT_EQ(call.out.get(d), 1 + std::nearbyint(static_cast<double>(d) / 4) * eps) << name_of(dtype) << " " << d;
-    }
-  }
-}
-
-TEST(Attention, SurvivesRandomCalls) {
-  std::mt19937 random(11);
-  std::vector<std::uint8_t> bytes(64);
-  for (int i = 0; i < 400; ++i) {
-    for (auto& byte : bytes) byte = static_cast<std::uint8_t>(random());
-    LLVMFuzzerTestOneInput(bytes.data(), bytes.size());  // aborts where something is wrong
-  }
-}
-
-// From several threads, on one pool that they share and on pools of other sizes.
-TEST(Attention, CallsAtTheSameTimeHaveTheBitsOfCallsAlone) {
-  const Variant variants[] = {
-      {.name = "mask", .shape = {2, 70, 90, 4, 2, 32}, .mask = {2, 2, 70, 90}, .bias = {2, 4, 1, 90}},
-      {.name = "causal", .shape = {2, 130, 130, 4, 2, 32}, .is_causal = true, .sink = true},
-      {.name = "decode", .shape = {1, 2, 2100, 4, 2, 32}, .mask = {1, 1, 1, 2100}},
-  };
-  internal::ThreadPool shared(3);
-  std::vector<std::jthread> callers;
-  for (const Variant& variant : variants) {
-    for (int caller = 0; caller < 2; ++caller) {
-      callers.emplace_back([&variant, &shared, caller] {
-        Call alone(variant, DType::kFloat32);
-        alone.options.deterministic = true;
-        Call together = alone;
-        SerialExecutor one(1);
-        alone.run({.executor = &one});
-        for (int round = 0; round < 20; ++round) {
-          internal::ThreadPool own(1 + round % 3);
-          together.make_results();
-          together.run({.executor = caller == 0 ? &shared : &own});
-          testing::expect_same_bytes(together, alone);
-        }
-      });
-    }
-  }
-}
-
-TEST(Attention, ReportsWhatIsWrongBeforeTouchingMemory) {
-  Call call({.name = "wrong"}, DType::kFloat32);
-  AttentionInputs inputs = call.inputs();
-  inputs.key.shape[3] = 2;
-  const Call untouched = call;
-  EXPECT_EQ(attention_forward(inputs, call.options, call.outputs()).argument(), "key");
-  EXPECT_EQ(attention_backward(inputs, call.cotangents(), call.options, call.gradients()).argument(), "key");
-  testing::expect_same_bytes(call, untouched);
-}
 
 }  // namespace
 }  // namespace flash_dmattn

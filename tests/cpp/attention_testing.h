@@ -139,6 +139,9 @@ class Tensor {
   std::vector<std::byte> bytes_;
 };
 
+// Those that kernels compute in, beside fp64, which they are held to.
+inline constexpr DType kKernelDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
 struct Shape {
   std::int64_t batch, rows, keys, heads, key_heads, head_dim;
   std::int64_t value_dim = head_dim;
@@ -351,6 +354,13 @@ struct Call {
                                     (s[3] == 1 ? 0 : j));
   }
 };
+
+// The same call in fp64.
+inline Call reference_of(const Call& call) {
+  Call reference = call.in_float64();
+  reference.run();
+  return reference;
+}
 
 // Scores, or rows of a sink, that an element of a gradient is summed over: most of it cancels.
 inline double summands_of(const std::string& name, const Call& call) {
