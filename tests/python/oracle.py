@@ -54,9 +54,8 @@ class Expected:
     value: Tensor  # fp64
     magnitude: Tensor  # fp64, finite: the sum of magnitudes that the value is made of
     exponent: Tensor | None  # the same, each probability times the size of its score and of lse
-    underflow: (
-        Tensor | None
-    )  # the same, of probabilities below the least normal float32 number alone; None: there are none
+    # The same as magnitude, of probabilities below the least normal float32 number alone; None: there are none.
+    underflow: Tensor | None
     tainted: Tensor  # bool: shares a (batch, key head) with a non-finite number that some row sees
 
 
