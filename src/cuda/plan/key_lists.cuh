@@ -8,8 +8,9 @@
 
 namespace flash_dmattn::internal::cuda {
 
-constexpr int kPlanWarps = 32;
-constexpr int kPlanThreads = 32 * kPlanWarps;
+// Of a block; warps are at most as many as a warp has lanes. A multiprocessor has registers for two blocks, and while
+// one waits for memory the other one works.
+constexpr int kPlanWarps = 16, kPlanThreads = 32 * kPlanWarps, kPlanBlocks = 2;
 constexpr int kScanKeys = 8;  // keys of a lane that are in flight together while all keys are looked at
 constexpr int kListKeys = 4;  // the same while units are worked out
 // The order of a list: bin b of the first kChunkUnits holds the keys that the first unit sees and unit 15 - b sees
@@ -107,7 +108,7 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
     const std::int32_t up_to_lane = inclusive_sum(__popc(word));
     if (lane == 31) shared.listed[round % 2][warp] = up_to_lane;
     __syncthreads();
-    const std::int32_t up_to_warp = inclusive_sum(shared.listed[round % 2][lane]);
+    const std::int32_t up_to_warp = inclusive_sum(lane < kPlanWarps ? shared.listed[round % 2][lane] : 0);
     const std::int32_t before_warp = warp == 0 ? 0 : __shfl_sync(~0u, up_to_warp, warp - 1);
     std::int32_t position = found.count + before_warp + up_to_lane - __popc(word);
     for (; word != 0 && position < capacity; word &= word - 1) listed[position++] = first_key + __ffs(word) - 1;
@@ -117,8 +118,8 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
   highest = __reduce_max_sync(~0u, highest);
   if (lane == 0) shared.lowest[warp] = lowest, shared.highest[warp] = highest;
   __syncthreads();  // and what is listed can be read
-  found.lowest = __reduce_min_sync(~0u, shared.lowest[lane]);
-  found.highest = __reduce_max_sync(~0u, shared.highest[lane]);
+  found.lowest = __reduce_min_sync(~0u, shared.lowest[min(lane, kPlanWarps - 1)]);
+  found.highest = __reduce_max_sync(~0u, shared.highest[min(lane, kPlanWarps - 1)]);
   return found;
 }
 
@@ -146,10 +147,10 @@ __device__ inline void place_keys(std::int32_t count, const KeyUnits& from, cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto [first, last] = share_of_warp(count);
   std::int32_t* bins = shared.bins[warp];
-  if (warp < kBins) {  // where each warp's keys of bin `warp` start inside the bin
-    const std::int32_t keys = shared.bins[lane][warp], up_to_lane = inclusive_sum(keys);
-    shared.bins[lane][warp] = up_to_lane - keys;
-    if (lane == 31) shared.totals[warp] = up_to_lane;
+  for (int bin = warp; bin < kBins; bin += kPlanWarps) {  // where each warp's keys of the bin start inside it
+    const std::int32_t keys = lane < kPlanWarps ? shared.bins[lane][bin] : 0, up_to_lane = inclusive_sum(keys);
+    if (lane < kPlanWarps) shared.bins[lane][bin] = up_to_lane - keys;
+    if (lane == 31) shared.totals[bin] = up_to_lane;
   }
   __syncthreads();
   const std::int32_t total = lane < kBins ? shared.totals[lane] : 0;

@@ -88,9 +88,9 @@ __device__ inline std::int32_t write_range_tiles(const ChunkRules& rules, std::i
 
 // One block a (plan batch, plan head, chunk); the last chunks, which see most keys under the causal rule, start first.
 template <bool kStaged>
-__global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibility visibility, const PlanShape shape,
-                                                                    const std::uint32_t plans,
-                                                                    const PlanArrays arrays) {
+__global__ __launch_bounds__(kPlanThreads,
+                             kPlanBlocks) void make_plan_kernel(const Visibility visibility, const PlanShape shape,
+                                                                const std::uint32_t plans, const PlanArrays arrays) {
   __shared__ SharedCounts s_counts;
 
   begin_dependent_kernel();
@@ -154,9 +154,10 @@ __global__ __launch_bounds__(kPlanThreads, 1) void make_plan_kernel(const Visibi
 // ranges: makes a list of a chunk that has fewer tiles to visit then. A list's units visit a third more tiles than
 // their keys fill, or so, since tiles in which one set of units gives way to another are visited by both
 // (docs/cuda.md).
-__global__ __launch_bounds__(kPlanThreads,
-                             1) void list_by_units_kernel(const Visibility visibility, const PlanShape shape,
-                                                          const std::uint32_t plans, const PlanArrays arrays) {
+__global__ __launch_bounds__(kPlanThreads, kPlanBlocks) void list_by_units_kernel(const Visibility visibility,
+                                                                                  const PlanShape shape,
+                                                                                  const std::uint32_t plans,
+                                                                                  const PlanArrays arrays) {
   __shared__ SharedCounts s_counts;
 
   begin_dependent_kernel();
