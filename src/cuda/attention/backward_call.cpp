@@ -32,7 +32,9 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.uses_sums = scratch.wants_sums;
   params.stored = scratch.key_sums.stored;
   if (scratch.tiles.stays) {
-    params.works = {scratch.work_starts, scratch.order, &scratch.counters->taken_works};
+    params.works = scratch.works;
+    params.works.last = scratch.order;
+    params.works.taken = &scratch.counters->taken_works;
   } else {
     params.order.blocks = scratch.order;
   }

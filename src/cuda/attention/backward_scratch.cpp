@@ -6,6 +6,7 @@
 
 #include "cuda/attention/call.h"
 #include "cuda/attention/head_dims.h"
+#include "cuda/attention/key_block.h"
 #include "cuda/attention/key_works.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -89,7 +90,10 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
   wants_sums = prepared.planned || splits > 1;
   if (tiles.stays && prepared.planned) {
     const std::int64_t entries = key_work_entries(problem.batch, problem.key_heads, splits, prepared.plan.chunk_count);
-    work_starts = arena->take<std::int32_t>(static_cast<std::size_t>(entries + 1));
+    works.starts = arena->take<std::int32_t>(static_cast<std::size_t>(entries + 1));
+    works.first_tiles = arena->take<std::int32_t>(static_cast<std::size_t>(entries));
+    works.blocks =
+        arena->take<KeyBlock>(static_cast<std::size_t>(count_key_blocks(problem, prepared.plan.chunk_count)));
   }
   launch_chunks = prepared.plan.chunk_count;
   if (!deterministic || takes_turns() || !prepared.planned) return;
@@ -121,10 +125,14 @@ void BackwardScratch::arrange_bias(const BackwardProblem& problem, Arena* arena)
                                                : arena->take<float>(dbias_bytes / sizeof(float));
 }
 
+std::int64_t BackwardScratch::count_key_blocks(const BackwardProblem& problem, std::int64_t chunks) const {
+  const std::int64_t key_tiles = (problem.keys + tiles.keys - 1) / tiles.keys,
+                     list_tiles = prepared.plan.capacity / tiles.keys;
+  return (key_tiles + list_tiles * chunks) * problem.batch * problem.key_heads * splits;
+}
+
 Status BackwardScratch::check_key_blocks(const BackwardProblem& problem) const {
-  const std::int64_t listed = prepared.plan.capacity / tiles.keys * std::int64_t{launch_chunks};
-  const std::int64_t key_tiles = (problem.keys + tiles.keys - 1) / tiles.keys + listed;
-  if (key_tiles * problem.batch * problem.key_heads * splits <= std::numeric_limits<std::int32_t>::max()) return {};
+  if (count_key_blocks(problem, launch_chunks) <= std::numeric_limits<std::int32_t>::max()) return {};
   return Status::invalid("key", "must have fewer than 2^31 tiles of keys in a backward on CUDA, listed ones included",
                          "B " + std::to_string(problem.batch) + ", Sk " + std::to_string(problem.keys) + ", Hkv " +
                              std::to_string(problem.key_heads));

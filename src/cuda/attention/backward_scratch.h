@@ -43,9 +43,9 @@ struct BackwardScratch {
   RowStats* row_stats = nullptr;  // with a sink: as in RowPass
   float* sink_parts = nullptr;    // likewise
   float *dquery_sums = nullptr, *dbias_sums = nullptr;
-  KeyGradientSums key_sums;             // its `stored` as in BackwardParams
-  std::int32_t* order = nullptr;        // as in BlockOrder, or KeyWorks::last
-  std::int32_t* work_starts = nullptr;  // as in KeyWorks
+  KeyGradientSums key_sums;       // its `stored` as in BackwardParams
+  std::int32_t* order = nullptr;  // as in BlockOrder, or KeyWorks::last
+  KeyWorks works;                 // without its `last` and `taken`
   std::size_t key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0;
   bool wants_sums = false;
@@ -67,6 +67,8 @@ struct BackwardScratch {
  private:
   void arrange_turns(const BackwardProblem& problem, std::int64_t row_tiles, Arena* arena);
   void arrange_order(const BackwardProblem& problem, Arena* arena);
+  // Of a launch that takes the lists of so many chunks.
+  std::int64_t count_key_blocks(const BackwardProblem& problem, std::int64_t chunks) const;
   void arrange_bias(const BackwardProblem& problem, Arena* arena);
 };
 

@@ -1,24 +1,13 @@
-// What a block of the backward owns.
+// What blocks of the backward own, by their number.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/attention/key_block.h"
 #include "cuda/attention/params.h"
 #include "cuda/plan/device_plan.h"
 
 namespace flash_dmattn::internal::cuda {
-
-// Which keys a block owns, and which rows may see them.
-struct KeyBlock {
-  int batch, key_head, first_head, end_head;  // query heads, absolute
-  int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
-  int plan_chunk;                             // planned: the first of them, in the plan
-  int tile;                                   // of kTileKeys: in the chunk's list, or of all keys
-  int color;                                  // of the sums it adds to
-  bool listed;                                // tile of a list
-  bool stores;                                // results, instead of adding to sums
-  bool exists;
-};
 
 // Whether one block has all rows of these keys, so that it stores results instead of adding to sums.
 __device__ inline bool stores_results(const BackwardParams& params, int batch, int key_head) {

@@ -1,5 +1,7 @@
 #include "cuda/attention/key_works.h"
 
+#include <climits>
+
 #include "cuda/attention/block_order.cuh"
 #include "cuda/attention/key_works.cuh"
 #include "cuda/attention/row_walk.cuh"
@@ -11,25 +13,57 @@ namespace {
 
 constexpr int kThreads = kMostOrderedBlocks;
 
-// Works of an entry.
+// Tiles of an entry that are works: neighbours.
+struct Tiles {
+  int first, count;
+};
+
 template <int kTileKeys>
-__device__ int works_of(const BackwardParams& params, int entry) {
+__device__ Tiles works_of(const BackwardParams& params, int entry) {
   const int lists = key_work_lists(params), list = entry % lists, head = entry / lists;
   const int batch = head / (params.key_heads * params.splits), shares = params.group / params.splits;
   const int first_head = head / params.splits % params.key_heads * params.group + head % params.splits * shares;
   const ChunkKeys* chunks = params.plan.chunks + params.plan.first_chunk(batch, first_head);
   if (list > 0) {
     const ChunkKeys keys = chunks[params.first_chunk + list - 1];
-    return keys.first < 0 ? (keys.count + kTileKeys - 1) / kTileKeys : 0;
+    return {0, keys.first < 0 ? (keys.count + kTileKeys - 1) / kTileKeys : 0};
   }
-  // Of all keys, if a chunk has them as a range. If none lists any, either, nothing is added to sums, and somebody has
-  // to store zeros.
-  bool has_range = false, lists_keys = false;
+  // Of all keys those that chunks have as ranges, from the first to the last. If none lists any, nothing is added to
+  // sums, and somebody has to store zeros for the others, too.
+  bool lists_keys = false;
+  int first = INT_MAX, end = 0;
+#pragma unroll 8
   for (int chunk = 0; chunk < params.plan.chunk_count; ++chunk) {
-    has_range |= chunks[chunk].first >= 0;
-    lists_keys |= chunks[chunk].first < 0 && chunks[chunk].count > 0;
+    const ChunkKeys keys = chunks[chunk];
+    if (keys.count == 0) continue;
+    if (keys.first < 0) {
+      lists_keys = true;
+    } else {
+      first = min(first, keys.first);
+      end = max(end, keys.first + keys.count);
+    }
   }
-  return has_range || !lists_keys ? range_tiles<kTileKeys>(params) : 0;
+  if (!lists_keys) return {0, range_tiles<kTileKeys>(params)};
+  if (end == 0 || !params.takes_ranges) return {0, 0};
+  return {first / kTileKeys, (end + kTileKeys - 1) / kTileKeys - first / kTileKeys};
+}
+
+// What a work is.
+template <int kTileKeys>
+__device__ KeyBlock block_of(const BackwardParams& params, int work) {
+  // The last entry that begins at the work or before has it, since an entry without works begins where the next one
+  // does.
+  const KeyWorks& works = params.works;
+  int entry = 0, end = key_work_entries(params);
+  while (end - entry > 1) {
+    const int middle = (entry + end) / 2;
+    (works.starts[middle] <= work ? entry : end) = middle;
+  }
+  const int lists = key_work_lists(params), list = entry % lists,
+            tile = works.first_tiles[entry] + work - works.starts[entry];
+  const int key_tiles = range_tiles<kTileKeys>(params), list_tiles = params.plan.capacity / kTileKeys;
+  const int tiles = key_tiles + list_tiles * (lists - 1), first = list == 0 ? 0 : key_tiles + (list - 1) * list_tiles;
+  return key_block<kTileKeys, true>(params, static_cast<unsigned>(entry / lists * tiles + first + tile));
 }
 
 // The sum of `own` of all threads before; `total`: of all threads.
@@ -63,19 +97,27 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
   int works = 0;
   for (int first = 0; first < entries; first += kThreads) {
     const int entry = first + thread;
+    const Tiles tiles = entry < entries ? works_of<kTileKeys>(params, entry) : Tiles{0, 0};
     int total;
-    const int before = sum_before(entry < entries ? works_of<kTileKeys>(params, entry) : 0, &total);
-    if (entry < entries) list.starts[entry] = works + before;
+    const int before = sum_before(tiles.count, &total);
+    if (entry < entries) list.starts[entry] = works + before, list.first_tiles[entry] = tiles.first;
     works += total;
   }
   if (thread == 0) list.starts[entries] = works, *list.taken = 0;
-  const int count = ordered_works(params, works);
-  if (count == 0) return;
   __syncthreads();
-  order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
-    const auto number = static_cast<unsigned>(number_of_work<kTileKeys, 1>(params, works - count + index));
-    return RowWalk<kUnitRows, kTileKeys, true>::visits(params, key_block<kTileKeys, true>(params, number), lane, lanes);
-  });
+  // The last ones come longest first.
+  const int count = list.last == nullptr ? 0 : min(works, kMostOrderedBlocks), first_ordered = works - count;
+  if (count > 0) {
+    order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
+      const KeyBlock block = block_of<kTileKeys>(params, first_ordered + index);
+      return RowWalk<kUnitRows, kTileKeys, true>::visits(params, block, lane, lanes);
+    });
+    __syncthreads();
+  }
+  for (int place = thread; place < works; place += kThreads) {
+    const int work = place < first_ordered ? place : first_ordered + list.last[place - first_ordered];
+    list.blocks[place] = block_of<kTileKeys>(params, work);
+  }
 }
 
 }  // namespace

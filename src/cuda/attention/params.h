@@ -58,10 +58,14 @@ struct BlockOrder {
   std::int32_t* taken = nullptr;
 };
 
-// What blocks of a backward take one after another where they stay for more than one tile of keys (key_works.h).
+struct KeyBlock;
+
+// What blocks of a backward take one after another where they stay for more than one tile of keys (key_works.h). With a
+// plan, entries are (batch, key heads, splits, 1 + chunks of the launch), and one more:
 struct KeyWorks {
-  // In a plan, (batch, key heads, splits, 1 + chunks of the launch) and one more: where the works of each entry begin.
-  std::int32_t* starts = nullptr;
+  std::int32_t* starts = nullptr;       // where the works of each entry begin
+  std::int32_t* first_tiles = nullptr;  // the first tile of each entry that is a work
+  KeyBlock* blocks = nullptr;           // of all works, in the order in which they come
   std::int32_t* last = nullptr;  // scratch of kMostOrderedBlocks: the order of the last works; null: as they are listed
   std::int32_t* taken = nullptr;  // counts works that are taken, besides the first one of each block
 };

@@ -3,6 +3,7 @@
 
 #include <initializer_list>
 
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -22,7 +23,16 @@ struct RowRange {
   std::int32_t begin, end;
 };
 
+// Where a head's entries begin. kBrief, of this and what follows: by a division of 32 bits (entry_offset.cuh), for
+// kernels that have registers for it.
+template <bool kBrief, typename View>
+__device__ inline std::int64_t head_offset(const View& view, std::int64_t batch, std::int32_t head) {
+  if constexpr (kBrief) return entry_offset(view, batch, head);
+  return batch * view.batch_stride + head / view.head_divisor * view.head_stride;
+}
+
 // The rows that see `key`, packed mask aside. `existing` is key_count of the batch element; the key may be any.
+template <bool kBrief = false>
 __device__ inline RowRange visible_rows(const Visibility& visibility, std::int32_t batch, std::int32_t head,
                                         std::int32_t existing, std::int32_t key) {
   if (key < 0 || key >= existing) return {0, 0};
@@ -30,16 +40,18 @@ __device__ inline RowRange visible_rows(const Visibility& visibility, std::int32
   if (visibility.is_causal) range.begin = max(0, key - (existing - visibility.rows));
   if (visibility.key_mask.defined()) {
     const BroadcastView& mask = visibility.key_mask;
-    if (static_cast<const std::uint8_t*>(mask.data)[mask.offset(batch, head) + key * mask.key_stride] == 0) {
+    if (static_cast<const std::uint8_t*>(mask.data)[head_offset<kBrief>(mask, batch, head) + key * mask.key_stride] ==
+        0) {
       return {0, 0};
     }
   }
   if (visibility.begin.defined()) {
     const BroadcastView &begin = visibility.begin, &end = visibility.end;
-    range.begin = max(range.begin,
-                      static_cast<const std::int32_t*>(begin.data)[begin.offset(batch, head) + key * begin.key_stride]);
+    range.begin = max(range.begin, static_cast<const std::int32_t*>(
+                                       begin.data)[head_offset<kBrief>(begin, batch, head) + key * begin.key_stride]);
     range.end =
-        min(range.end, static_cast<const std::int32_t*>(end.data)[end.offset(batch, head) + key * end.key_stride]);
+        min(range.end,
+            static_cast<const std::int32_t*>(end.data)[head_offset<kBrief>(end, batch, head) + key * end.key_stride]);
     range.end = max(range.end, 0);  // so that differences to rows stay in range
   }
   return range;
@@ -53,13 +65,21 @@ __device__ inline std::uint32_t bit_range(std::int32_t begin, std::int32_t end) 
   return (~0u >> (32 - (end - begin))) << begin;
 }
 
+// Of a packed mask.
+template <bool kBrief>
+__device__ inline std::int64_t packed_offset(const PackedMask& packed, std::int32_t batch, std::int32_t head,
+                                             std::int32_t chunk, std::int32_t key) {
+  return head_offset<kBrief>(packed, batch, head) + chunk * packed.chunk_stride + key * packed.key_stride;
+}
+
 // Bit r: row first_row + r sees the key. `range` is its visible_rows; first_row is a multiple of kWordRows.
+template <bool kBrief = false>
 __device__ inline std::uint32_t visible_word(const Visibility& visibility, RowRange range, std::int32_t batch,
                                              std::int32_t head, std::int32_t key, std::int32_t first_row) {
   std::uint32_t word = bit_range(range.begin - first_row, range.end - first_row);
   if (word != 0 && visibility.packed.defined()) {
     const std::int32_t chunk = first_row / kChunkRows;
-    word &= visibility.packed.words[visibility.packed.offset(batch, head, chunk, key) * kChunkWords +
+    word &= visibility.packed.words[packed_offset<kBrief>(visibility.packed, batch, head, chunk, key) * kChunkWords +
                                     (first_row % kChunkRows) / kWordRows];
   }
   return word;
@@ -67,12 +87,13 @@ __device__ inline std::uint32_t visible_word(const Visibility& visibility, RowRa
 
 // Whether a row of chunks [first_chunk, end_chunk) sees the key, exactly; where no mask is packed, whether any row
 // does. `range` is the key's visible_rows.
+template <bool kBrief = false>
 __device__ inline bool any_row_sees(const Visibility& visibility, RowRange range, std::int32_t batch, std::int32_t head,
                                     std::int32_t key, std::int32_t first_chunk, std::int32_t end_chunk) {
   const PackedMask& packed = visibility.packed;
   if (range.begin >= range.end || !packed.defined()) return range.begin < range.end;
   for (std::int32_t chunk = max(first_chunk, range.begin / kChunkRows); chunk < end_chunk; ++chunk) {
-    const std::int64_t entry = packed.offset(batch, head, chunk, key);
+    const std::int64_t entry = packed_offset<kBrief>(packed, batch, head, chunk, key);
     const std::uint32_t units = packed.units[entry];
     const std::int32_t begin = max(range.begin - chunk * kChunkRows, 0);
     const std::int32_t end = min(range.end - chunk * kChunkRows, kChunkRows);

@@ -204,12 +204,12 @@ struct BackwardBlock {
     const std::uint32_t taken = shared.taken[warp];
     wait_or_say(shared.works_empty[taken % 2], (taken / 2 % 2) ^ 1);
     if (recomputed(warp) == 0) {
-      const int number = next_number(taken == 0, lane);
+      const int next = next_work(taken == 0, lane);
       if (lane == 0) {
         shared.head = -1;
         work.block.exists = false;
-        if (number >= 0) {
-          work.block = key_block<kTileKeys, kPlanned>(params, static_cast<unsigned>(number));
+        if (next >= 0) {
+          work.block = block_of_work<kTileKeys, kPlanned>(params, next);
           work.existing = key_count(params.visibility, work.block.batch);
           if (kPlanned && takes_turns()) count_earlier_works(work);
         }
@@ -220,10 +220,10 @@ struct BackwardBlock {
     return work.block.exists;
   }
 
-  // By a warp: the number of the next tile of keys, less than 0: there is none. Where blocks wait for one another they
+  // By a warp: the number of the next work, less than 0: there is none. Where blocks wait for one another they
   // count their first works, too: a block that is not running yet has none that others could wait for.
-  __device__ int next_number(bool is_first, int lane) const {
-    int number;
+  __device__ int next_work(bool is_first, int lane) const {
+    int work;
     do {
       int place = static_cast<int>(blockIdx.x);
       if (!is_first || takes_turns()) {
@@ -231,9 +231,9 @@ struct BackwardBlock {
         if (!takes_turns()) place += recomputed(static_cast<int>(gridDim.x));
         place = __shfl_sync(~0u, place, 0);
       }
-      number = key_work<kTileKeys, kPlanned>(params, place);
-    } while (number == kNoWork);
-    return number;
+      work = key_work<kTileKeys, kPlanned>(params, place);
+    } while (work == kNoWork);
+    return work;
   }
 
   __device__ void count_earlier_works(Work& work) const {
@@ -248,11 +248,11 @@ struct BackwardBlock {
     Work& work = this->work(warp);
     const KeyBlock& block = work.block;
     const std::int32_t key = key_of(block, warp * 32 + lane);
-    const RowRange range = visible_rows(params.visibility, block.batch, block.first_head, work.existing, key);
+    const RowRange range = visible_rows<true>(params.visibility, block.batch, block.first_head, work.existing, key);
     bool visible = range.begin < range.end;
     if constexpr (kPlanned) {
-      visible = any_row_sees(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
-                             block.end_chunk);
+      visible = any_row_sees<true>(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
+                                   block.end_chunk);
     }
     work.key[warp * 32 + lane] = visible ? key : -1;
     shared.range[warp * 32 + lane] = range;
@@ -432,8 +432,8 @@ struct BackwardBlock {
 #pragma unroll
     for (int word = 0; word < Config::kWords; ++word) {
       facts.words[column][word] = key < 0 ? 0
-                                          : visible_word(params.visibility, range, work.block.batch, step.head, key,
-                                                         step.first_row() + word * kWordRows);
+                                          : visible_word<true>(params.visibility, range, work.block.batch, step.head,
+                                                               key, step.first_row() + word * kWordRows);
     }
   }
 };

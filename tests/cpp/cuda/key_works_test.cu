@@ -22,11 +22,21 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kNotMet = -2;  // rows that the tile of keys has nothing to do with
 
-// works[place]; a warp for each place.
+constexpr int kWrongBlock = -3;
+
+// Of what comes at each place the number of the tile of keys, which is to be that of `wanted`, or what key_work says if
+// there is none; a warp for each place.
 template <int kTileKeys>
-__global__ void read_works(const __grid_constant__ BackwardParams params, std::int32_t* works) {
-  const int work = key_work<kTileKeys, true>(params, static_cast<int>(blockIdx.x));
-  if (threadIdx.x == 0) works[blockIdx.x] = work;
+__global__ void read_works(const __grid_constant__ BackwardParams params, const std::int32_t* wanted,
+                           std::int32_t* numbers) {
+  int number = key_work<kTileKeys, true>(params, static_cast<int>(blockIdx.x));
+  if (number >= 0) {
+    const KeyBlock block = block_of_work<kTileKeys, true>(params, number);
+    number = wanted[blockIdx.x];
+    if (number < 0 || !(block == key_block<kTileKeys, true>(params, static_cast<unsigned>(number))))
+      number = kWrongBlock;
+  }
+  if (threadIdx.x == 0) numbers[blockIdx.x] = number;
 }
 
 // previous[tile of keys][tile of rows]; a warp for each tile of keys.
@@ -103,13 +113,24 @@ class Launch {
           }
           return std::popcount(static_cast<unsigned>(any));
         };
-        const bool has_range =
-            std::any_of(chunks, chunks + p.plan.chunk_count, [](const ChunkKeys& chunk) { return chunk.first >= 0; });
-        // Blocks of all keys also store the zeros of a head whose keys no row sees.
-        const bool has_work = has_range || std::none_of(chunks, chunks + p.plan.chunk_count,
-                                                        [](const ChunkKeys& chunk) { return chunk.count > 0; });
+        // Blocks of all keys also store the zeros of a head whose keys no row sees, if nothing is added to sums.
+        const bool stores = std::none_of(chunks, chunks + p.plan.chunk_count,
+                                         [](const ChunkKeys& chunk) { return chunk.first < 0 && chunk.count > 0; });
+        const auto first_of_range = [&](int key) {  // that some range has, from `key` on
+          int first = p.keys;
+          for (int chunk = 0; chunk < p.plan.chunk_count; ++chunk) {
+            const ChunkKeys& range = chunks[chunk];
+            if (range.first >= 0 && range.first + range.count > key && range.count > 0) {
+              first = std::min(first, std::max(key, range.first));
+            }
+          }
+          return first;
+        };
         for (int tile = 0; tile * kTileKeys < p.keys; ++tile, ++number) {
-          if (!has_work) continue;
+          // Tiles between those of ranges are works, too.
+          const bool any_before = first_of_range(0) < (tile + 1) * kTileKeys,
+                     any_after = first_of_range(tile * kTileKeys) < p.keys;
+          if (!stores && !(any_before && any_after)) continue;
           int visits = 0;
           for (int chunk = 0; chunk < p.plan.chunk_count; ++chunk) {
             if (chunks[chunk].first < 0) continue;
@@ -216,16 +237,20 @@ class Launch {
     const std::int64_t entries =
         key_work_entries(params_.batch, params_.key_heads, params_.splits, params_.plan.chunk_count);
     const DeviceMemory starts(static_cast<std::size_t>(entries + 1) * sizeof(std::int32_t)),
+        first_tiles(static_cast<std::size_t>(entries) * sizeof(std::int32_t)),
+        blocks(static_cast<std::size_t>(key_blocks<kTileKeys, true>(params_)) * sizeof(KeyBlock)),
         last(kMostOrderedBlocks * sizeof(std::int32_t)), taken(sizeof(std::int32_t));
-    params_.works = {static_cast<std::int32_t*>(starts.get()),
+    params_.works = {static_cast<std::int32_t*>(starts.get()), static_cast<std::int32_t*>(first_tiles.get()),
+                     static_cast<KeyBlock*>(blocks.get()),
                      order == Order::kLongestFirst ? static_cast<std::int32_t*>(last.get()) : nullptr,
                      static_cast<std::int32_t*>(taken.get())};
     if (order == Order::kTurns) params_.turns.queries = params_.works.taken;  // any address: they are not read
     expect_success(list_key_works(params_, kTileKeys, nullptr));
     const std::int64_t places = std::ssize(wanted);
-    const DeviceMemory read(static_cast<std::size_t>(places) * sizeof(std::int32_t));
+    const DeviceMemory wanted_numbers(wanted), read(static_cast<std::size_t>(places) * sizeof(std::int32_t));
     auto* numbers = static_cast<std::int32_t*>(read.get());
-    expect_success(launch_blocks(read_works<kTileKeys>, {places, kWarp}, nullptr, params_, numbers));
+    expect_success(launch_blocks(read_works<kTileKeys>, {places, kWarp}, nullptr, params_,
+                                 static_cast<const std::int32_t*>(wanted_numbers.get()), numbers));
     EXPECT_EQ(to_host(numbers, places), wanted);
     EXPECT_EQ(to_host(params_.works.taken, 1)[0], 0);
   }

@@ -1,0 +1,20 @@
+// What a block of the backward owns.
+#pragma once
+
+namespace flash_dmattn::internal::cuda {
+
+// Which keys a block owns, and which rows may see them.
+struct alignas(8) KeyBlock {
+  int batch, key_head, first_head, end_head;  // query heads, absolute
+  int first_chunk, end_chunk;                 // planned: chunks of rows that the block meets
+  int plan_chunk;                             // planned: the first of them, in the plan
+  int tile;                                   // of kTileKeys: in the chunk's list, or of all keys
+  int color;                                  // of the sums it adds to
+  bool listed;                                // tile of a list
+  bool stores;                                // results, instead of adding to sums
+  bool exists;
+
+  constexpr bool operator==(const KeyBlock&) const = default;
+};
+
+}  // namespace flash_dmattn::internal::cuda
