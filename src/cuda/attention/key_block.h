@@ -13,6 +13,7 @@ struct alignas(8) KeyBlock {
   bool listed;                                // tile of a list
   bool stores;                                // results, instead of adding to sums
   bool exists;
+  bool filler = false;  // blocks are copied in whole words (KeyWorks), of which every byte is to have a value
 
   constexpr bool operator==(const KeyBlock&) const = default;
 };
