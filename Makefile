@@ -45,6 +45,7 @@ CPP_FILES = $(shell find include src torch tests examples benchmarks \
 # Of the C library: memory that was freed is kept, and not asked of the system, page by page, for every tensor anew. It
 # is a tenth of the tests' time.
 KEEP_MEMORY = MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912
+TORCHRUN = $(PY) -m torch.distributed.run
 CPU_BENCHMARKS = cpu_attention cpu_decode cpu_dynamic_mask cpu_key_indices cpu_sweeps
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
 WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),$(foreach option,CMAKE_COMPILE_WARNING_AS_ERROR FLASH_DMATTN_FORBID_SPILLS,\
@@ -122,14 +123,19 @@ results: library  ## measure all that docs/ says of CPUs into benchmarks/results
 	done
 	@$(MAKE) --no-print-directory figures
 
-results-gpu: build  ## the same on a GPU, and on two if there are two
+results-gpu: build  ## the same on a GPU, and on several if there are several
 	@mkdir -p benchmarks/results
 	@$(PY) benchmarks/gpu_attention.py --repeats $(REPEATS) --json benchmarks/results
 	@$(PY) benchmarks/gpu_doge.py --repeats $(REPEATS) --json benchmarks/results
 	@cmake --build --preset $(PRESET) --target cuda_selection_benchmark
 	@$(PY) benchmarks/gpu_selection.py $(BUILD)/cuda_selection_benchmark --json benchmarks/results
-	@if [[ $$(nvidia-smi -L | wc -l) -ge 2 ]]; then \
-	  $(PY) -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu_distributed.py \
+	@gpus=$$(nvidia-smi -L | wc -l); \
+	if [[ $$gpus -gt 2 ]]; then \
+	  $(TORCHRUN) --nproc-per-node 2 benchmarks/gpu_distributed.py --only exchange memory early \
+	    --repeats $(REPEATS) --json benchmarks/results || exit 1; \
+	fi; \
+	if [[ $$gpus -ge 2 ]]; then \
+	  $(TORCHRUN) --nproc-per-node $$gpus benchmarks/gpu_distributed.py \
 	    --repeats $(REPEATS) --json benchmarks/results; \
 	fi
 	@$(MAKE) --no-print-directory figures

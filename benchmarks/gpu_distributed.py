@@ -1,13 +1,14 @@
 """Measures flash_dmattn.distributed: dynamic-mask attention over sequences that are split across GPUs.
 
     torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py                    every case, about a minute on H200
+    torchrun --nproc-per-node 4 benchmarks/gpu_distributed.py                    any number of GPUs of one host
     torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py --only exchange memory
     torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py --json out.json    also as JSON
     torchrun --nproc-per-node 2 benchmarks/gpu_distributed.py --quick            small sizes, to check this script only
 
 NCCL on GPUs, a rank on each; gloo where there is none, which is good for --quick. All in bfloat16, on the same random
-values on every rank; `exchange` compares split results with whole ones before it times them. The aims are for two H200.
-An error on one rank ends all: the ranks of a collective cannot go on without one of them.
+values on every rank; `exchange` compares split results with whole ones before it times them. Aims are for H200, by
+ranks. An error on one rank ends all: the ranks of a collective cannot go on without one of them.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ Work = Callable[[], object]  # enqueues work on the current stream
 # H, Hkv, D, w.
 LARGE = (32, 8, 128, 2048)
 SMALL = (8, 2, 64, 2048)
-SMALLER = 256  # times, with --quick
+SMALLER = 1024  # times, with --quick
 WARM_UPS = 3
 # Keeps the device busy for about 6 ms while the host gets ahead of it, as it is in training.
 HEAD_START_CYCLES = 12_000_000
 NAMES = ("query", "key", "value", "key_bias")
+PROJECTION = "projection"
+SPEED_UPS = {4: 3.5, 8: 6.5}  # of a million tokens of LARGE, by ranks
 
 # ---- Timing
 
@@ -81,9 +84,10 @@ class Bench:
     def size(self, size: int) -> int:
         return size // SMALLER if self.quick else size
 
-    def aim(self, figure: float) -> float | None:
-        """Aims are for two H200 and the sizes that they were set for."""
-        return figure if self.ranks == 2 and not self.quick and self.device.type == "cuda" else None
+    def aim(self, by_ranks: dict[int, float], ranks: int | None = None) -> float | None:
+        """The aim for so many ranks, by default all, if there is one: they are for H200, and sizes without --quick."""
+        is_meant = not self.quick and self.device.type == "cuda"
+        return by_ranks.get(self.ranks if ranks is None else ranks) if is_meant else None
 
     def measure(self, works: dict[str, Work]) -> dict[str, list[list[float]]]:
         """Milliseconds of every work on every rank, (ranks, samples). All ranks begin each sample together, and one
@@ -135,11 +139,45 @@ def compared(
     case: str, what: str, ours: list[float], theirs: list[float], other: str, goal: float | None = None
 ) -> Comparison:
     """Times, and how many times shorter ours are, sample by sample."""
-    low, middle, high = quartiles(ours)
-    made = line(case, what, middle, goal=goal)
-    made.other, made.samples, made.ours_low, made.ours_high = other, len(ours), low, high
+    made = timed(case, what, ours)
+    made.other, made.goal = other, goal
     add_theirs(made, ours, theirs)
     return made
+
+
+def timed(case: str, what: str, samples: list[float]) -> Comparison:
+    """Times, compared with nothing."""
+    low, middle, high = quartiles(samples)
+    made = line(case, what, middle)
+    made.samples, made.ours_low, made.ours_high = len(samples), low, high
+    return made
+
+
+def scaling(
+    case: str, tokens: int, samples: dict[int, list[float]], share: Callable[[int], float], goals: dict[int, float]
+) -> Iterator[Comparison]:
+    """What so many ranks take against one, and against what docs/distributed.md expects.
+
+    Args:
+        samples: milliseconds by ranks, 1 among them.
+        share: a rank's part of what one rank does, by ranks.
+        goals: for the ratio to one rank's time, by ranks.
+    """
+    for ranks, taken in sorted(samples.items()):
+        what = f"forward + backward, {ranks} rank{'s' if ranks > 1 else ''}"
+        made = [timed(case, what, taken)]
+        if ranks > 1:
+            expected = [alone * share(ranks) + exchange_milliseconds(ranks) for alone in samples[1]]
+            made = [compared(case, what, taken, samples[1], "1 rank", goals.get(ranks))]
+            made.append(compared(case, what, taken, expected, PROJECTION))
+        for each in made:
+            each.sizes = {"ranks": ranks, "tokens": tokens}
+            yield each
+
+
+def exchange_milliseconds(ranks: int) -> float:
+    """Of LARGE, forward and backward: "How far it scales" of docs/distributed.md. The smaller problem sends less."""
+    return 0.1 * (ranks - 1) + 0.2
 
 
 # ---- Problems
@@ -210,8 +248,12 @@ class Problem:
 
 def exchange(bench: Bench) -> Iterator[Comparison]:
     """What splitting a sequence costs beside the slowest rank's own attention, and where it goes."""
-    # Tokens; aims: milliseconds beside the ordinary call, and how many times faster than one GPU.
-    for tokens, beyond_limit, speed_up in ((262144, 1.0, 1.93), (65536, 0.6, 1.85)):
+    # Tokens; aims by ranks: milliseconds beside the ordinary call, and how many times faster than one GPU.
+    for tokens, beyond_limit, speed_up in (
+        (1 << 20, {}, SPEED_UPS),
+        (262144, {2: 1.0}, {2: 1.93}),
+        (65536, {2: 0.6}, {2: 1.85}),
+    ):
         problem = Problem(bench, LARGE, bench.size(tokens))
         whole = problem.whole()
         shares, group = problem.shares(whole, bench.rank, bench.ranks), dist.group.WORLD
@@ -291,8 +333,13 @@ def _count_sent(work: Work, ranks: int) -> dict[str, int]:
 
 
 def memory(bench: Bench) -> Iterator[Comparison]:
-    """A million tokens: peak memory of one layer's forward and backward, its inputs and gradients included."""
-    problem = Problem(bench, SMALL, bench.size(1 << 20))
+    """Peak memory of one layer's forward and backward, its inputs and gradients included."""
+    for shape, tokens in ((SMALL, 1 << 20), (LARGE, 262144), (LARGE, 1 << 20)):
+        yield from _memory(bench, Problem(bench, shape, bench.size(tokens)))
+        bench.free()
+
+
+def _memory(bench: Bench, problem: Problem) -> Iterator[Comparison]:
     group = dist.group.WORLD
 
     def step_of_whole() -> None:
@@ -319,7 +366,7 @@ def memory(bench: Bench) -> Iterator[Comparison]:
     for rank, peak in enumerate(peaks):
         yield line(problem.name, f"peak memory, rank {rank} of {bench.ranks}", peak, "MiB")
     if bench.device.type == "cuda":  # a CPU's resident memory does not say what so small tensors take
-        yield line(problem.name, "highest of these over 1 rank's", max(peaks) / alone, "x", limit=bench.aim(0.6))
+        yield line(problem.name, "highest of these over 1 rank's", max(peaks) / alone, "x", limit=bench.aim({2: 0.6}))
 
 
 def strong(bench: Bench) -> Iterator[Comparison]:
@@ -332,10 +379,11 @@ def strong(bench: Bench) -> Iterator[Comparison]:
             if bench.rank < ranks:
                 shares = problem.shares(whole, bench.rank, ranks)
                 works[str(ranks)] = partial(problem.step, shares, group)
-        samples = {ranks: slowest(taken) for ranks, taken in bench.measure(works).items()}
-        for ranks, _ in _groups(bench):
-            what = f"forward + backward, {ranks} ranks"
-            yield compared(problem.name, what, samples[str(ranks)], samples["1"], "1 rank")
+        samples = {int(ranks): slowest(taken) for ranks, taken in bench.measure(works).items()}
+        aims = SPEED_UPS if (shape, tokens) == (LARGE, 1 << 20) else {}
+        goals = {ranks: goal for ranks in samples if (goal := bench.aim(aims, ranks)) is not None}
+        lines = scaling(problem.name, problem.length, samples, lambda ranks: 1 / ranks, goals)
+        yield from (line for line in lines if shape == LARGE or line.other != PROJECTION)
         works.clear()
         del whole, shares
         bench.free()
@@ -352,10 +400,9 @@ def weak(bench: Bench) -> Iterator[Comparison]:
             shares = problem.shares(problem.whole(), bench.rank, ranks)
             works[str(ranks)] = partial(problem.step, shares, group)
         bench.free()
-    samples = {ranks: slowest(taken) for ranks, taken in bench.measure(works).items()}
-    for ranks, _ in _groups(bench):
-        case = f"{problem.name.rpartition(' S')[0]}, {share} tokens a rank"
-        yield compared(case, f"forward + backward, {ranks} ranks", samples[str(ranks)], samples["1"], "1 rank")
+    samples = {int(ranks): slowest(taken) for ranks, taken in bench.measure(works).items()}
+    case = f"{problem.name.rpartition(' S')[0]}, {share} tokens a rank"
+    yield from scaling(case, share, samples, lambda _: 1.0, {})
 
 
 _made: dict[int, ProcessGroup] = {}

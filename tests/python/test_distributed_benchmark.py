@@ -16,7 +16,7 @@ def test_small_sizes_on_the_cpu(tmp_path: Path) -> None:
     lines = json.loads(figures.read_text())["comparisons"]
     assert {line["case"].partition(" w")[0] for line in lines} == {"H32 Hkv8 D128", "H8 Hkv2 D64"}
     sent = {line["what"].split(" by ")[1].split(",")[0]: line["ours"] for line in lines if "sent by" in line["what"]}
-    kept = 2048 // 256 * 8  # of 8 heads
+    kept = 2048 // 1024 * 8  # of 8 heads
     assert abs(sent["all-gather"] - kept * (2 * 128 + 1) * 2 / 1e6) < 48 / 1e6
     assert abs(sent["reduce-scatter"] - kept * (2 * 128 + 1) * 4 / 1e6) < 1e-9
     assert all("limit" not in line and "goal" not in line for line in lines)  # which are for other sizes
