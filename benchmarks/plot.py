@@ -29,6 +29,7 @@ STYLES = {
     "flash_dmattn, kept": ("#CC79A7", "D"),
     "flash_dmattn": ("#0072B2", "o"),
     "own": ("#CC79A7", "D"),
+    "projection": ("#CC79A7", "D"),
     "SDPA": ("#D55E00", "s"),
     "FlexAttention": ("#009E73", "^"),
 }
@@ -61,11 +62,11 @@ Curves = dict[str, list[Point]]  # by label, this library's first
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels beside one another, each of lines of one group of one script."""
+    """Panels beside one another, each of lines of one script."""
 
     title: str
     script: str
-    group: str
+    groups: tuple[str, ...]
     x: str  # which of a line's sizes
     x_label: str
     panels: tuple[str, ...]  # titles
@@ -77,7 +78,7 @@ class Picture:
         """What a panel shows. The figures of ours stand in a line for every other and are taken once."""
         found: dict[str, dict[float, Point]] = {}
         for line in lines:
-            if line["group"] != self.group or self.panel_of(line) != panel:
+            if line["group"] not in self.groups or self.panel_of(line) != panel:
                 continue
             x = line["sizes"][self.x]
             ours = Point(x, line["ours_low"], line["ours"], line["ours_high"])
@@ -109,33 +110,44 @@ def _batch(line: dict) -> str:
     return f"batch {line['sizes']['batch']}"
 
 
+def _tokens(line: dict) -> str | None:
+    """Of the large problem; the other has no projection."""
+    each = " each" if line["group"] == "weak" else ""
+    return f"{line['sizes']['tokens']} tokens{each}" if line["case"].startswith("H32 ") else None
+
+
 PICTURES = {
     "cpu_lengths": Picture(
-        "every row keeps 1024 keys, H2 Hkv1 D128", "cpu_sweeps", "lengths", "length", "sequence length",
+        "every row keeps 1024 keys, H2 Hkv1 D128", "cpu_sweeps", ("lengths",), "length", "sequence length",
         ("forward, the keys chosen in it", "backward"), _whole_forward, other_label_of=_whole_other,
     ),
     "cpu_windows": Picture(
-        "8192 keys, H2 Hkv1 D128", "cpu_sweeps", "windows", "window", "keys that a row keeps",
+        "8192 keys, H2 Hkv1 D128", "cpu_sweeps", ("windows",), "window", "keys that a row keeps",
         ("forward, the keys chosen in it", "backward"), _whole_forward, other_label_of=_whole_other,
     ),
     "cpu_sliding": Picture(
-        "8192 keys, H2 Hkv1 D64", "cpu_sweeps", "sliding", "window", "keys that a row sees, the last",
+        "8192 keys, H2 Hkv1 D64", "cpu_sweeps", ("sliding",), "window", "keys that a row sees, the last",
         ("forward", "backward"), _forward_or_backward,
     ),
     "cpu_densities": Picture(
-        "forward, 4096 keys, H2 Hkv1 D64", "cpu_sweeps", "densities", "share", "share of the scores that is kept",
+        "forward, 4096 keys, H2 Hkv1 D64", "cpu_sweeps", ("densities",), "share", "share of the scores that is kept",
         ("tiles", "keys", "scores", "top w"),
         lambda line: line["sizes"]["kind"] if line["what"] == "forward" else None,
     ),
     "cpu_decode": Picture(
-        "one query row, all keys or 2048 kept, H8 Hkv2 D128", "cpu_decode", "batches", "keys", "keys in the cache",
+        "one query row, all keys or 2048 kept, H8 Hkv2 D128", "cpu_decode", ("batches",), "keys", "keys in the cache",
         ("batch 1", "batch 8", "batch 32"), _batch,
         label_of=lambda line: f"{OURS}, {line['what']}",
         other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
     ),
     "gpu_windows": Picture(
-        "bool mask, H2 Hkv1 D32 S16384", "gpu_attention", "windows", "window", "keys that a row sees, the last",
+        "bool mask, H2 Hkv1 D32 S16384", "gpu_attention", ("windows",), "window", "keys that a row sees, the last",
         ("forward", "backward"), _forward_or_backward,
+    ),
+    "gpu_ranks": Picture(
+        "forward + backward, H32 Hkv8 D128, 2048 kept", "gpu_distributed", ("strong", "weak"), "ranks", "GPUs",
+        ("262144 tokens", "1048576 tokens", "131072 tokens each"), _tokens,
+        other_label_of=lambda line: line["other"] if line["other"] == "projection" else None,
     ),
 }  # fmt: skip
 
@@ -152,7 +164,7 @@ def draw(picture: Picture, content: dict, path: Path, source: Path) -> None:
             axis.set_title(panel)
             axis.set_xlabel(picture.x_label)
         axes[0][0].set_ylabel("milliseconds")
-        dtype = next(line["dtype"] for line in content["comparisons"] if line["group"] == picture.group)
+        dtype = next(line["dtype"] for line in content["comparisons"] if line["group"] in picture.groups)
         title = "small sizes, without meaning" if is_quick(content) else picture.title
         figure.suptitle(f"{title}, {dtype}; {content['machine']['name']}", fontsize="medium")
         lines = {line.get_label(): line for axis in axes[0] for line in axis.containers}
@@ -186,7 +198,7 @@ def pictures_of(content: dict) -> Iterator[tuple[str, Picture]]:
     """Those whose lines the file holds."""
     groups = {line["group"] for line in content["comparisons"]}
     for name, picture in PICTURES.items():
-        if picture.script == content["script"] and picture.group in groups:
+        if picture.script == content["script"] and groups.issuperset(picture.groups):
             yield name, picture
 
 
