@@ -71,7 +71,7 @@ void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& 
       launches->then([&] { return kernels.list_works(params); });
       beside = true;
     }
-    launches->then([&] { return launch_clear_key_sums(problem, plan, sums, beside, stream); });
+    launches->then([&] { return launch_clear_key_sums(problem, sums, beside, stream); });
     beside = problem.keys > 0;
   }
   launches->then([&] {

@@ -66,6 +66,16 @@ struct KeySums {
   }
 };
 
+// Whether some chunk of a key head has a list. By a block, for heads of a group that have one plan.
+__device__ bool has_list(const DevicePlan& plan, const KeySums& all, int batch, int head) {
+  const ChunkKeys* chunks = plan.chunks + plan.first_chunk(batch, head * all.group);
+  bool has = false;
+  for (int chunk = static_cast<int>(threadIdx.x); chunk < plan.chunk_count; chunk += kThreads) {
+    has = has || (chunks[chunk].first < 0 && chunks[chunk].count > 0);
+  }
+  return __syncthreads_or(has) != 0;
+}
+
 // A block for each chunk of each of the `plans` of a key head's query heads.
 __global__ void __launch_bounds__(kThreads)
     mark_keys_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all, int plans) {
@@ -87,23 +97,17 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t past = std::int64_t{(keys.first + keys.count - 1) / tile + 1} * tile;
     for (std::int64_t key = first + threadIdx.x; key < min(past, all.keys); key += kThreads) marks[key] = 1;
   }
+  if (chunk == 0 && all.sums.stored != nullptr) {
+    const bool stored = !has_list(plan, all, pair / all.heads, pair % all.heads);
+    if (threadIdx.x == 0) all.sums.stored[pair] = stored;
+  }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    clear_key_sums_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all) {
+__global__ void __launch_bounds__(kThreads) clear_key_sums_kernel(const __grid_constant__ KeySums all) {
   let_next_kernel_begin();
   const KeySums::Slab slab = all.slab_of(blockIdx.x);
-  bool lists = true;
-  if (all.sums.stored != nullptr) {
-    const ChunkKeys* chunks = plan.chunks + plan.first_chunk(slab.batch, slab.head * all.group);
-    lists = false;
-    for (int chunk = static_cast<int>(threadIdx.x); chunk < plan.chunk_count; chunk += kThreads) {
-      lists = lists || (chunks[chunk].first < 0 && chunks[chunk].count > 0);
-    }
-    lists = __syncthreads_or(lists) != 0;
-    if (slab.number == 0 && threadIdx.x == 0) all.sums.stored[slab.pair] = !lists;
-  }
-  if (lists && all.first_column() < all.width) {
+  const bool stored = all.sums.stored != nullptr && all.sums.stored[slab.pair] != 0;
+  if (!stored && all.first_column() < all.width) {
     const std::int64_t first = all.offset(slab);
     for (int base = all.first_key(); base < slab.keys; base += KeySums::kMarks * all.key_step()) {
       for (std::uint32_t marked = all.marked(slab, base); marked != 0; marked &= marked - 1) {
@@ -269,11 +273,11 @@ cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& p
                        stream, plan, key_sums_of(problem, sums), static_cast<int>(plans));
 }
 
-cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
-                                  bool beside, cudaStream_t stream) {
+cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,
+                                  cudaStream_t stream) {
   const KeySums all = key_sums_of(problem, sums);
   const LaunchShape shape = {.blocks = slabs_of(all), .threads = kThreads, .is_dependent = beside};
-  return launch_blocks(clear_key_sums_kernel, shape, stream, plan, all);
+  return launch_blocks(clear_key_sums_kernel, shape, stream, all);
 }
 
 cudaError_t launch_key_gradients(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,

@@ -21,14 +21,14 @@ struct KeyGradientSums {
   std::uint8_t* stored = nullptr;  // (B, Hkv), 1: nothing is added up, gradients are there already; null: of no head
 };
 
-// Marks the keys of the plan's chunks, lists and tiles of ranges; marks were 0.
+// Marks the keys of the plan's chunks, lists and tiles of ranges; marks were 0. `stored`, if there is one, is told of
+// heads for which no chunk of the plan has a list.
 cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
                              cudaStream_t stream);
-// Clears the sums of marked keys, of heads for which some chunk of the plan has a list; `stored`, if there is one, is
-// told of the others. Lets the next kernel begin. `beside`: so does the one before it, which began when keys were
-// marked.
-cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
-                                  bool beside, cudaStream_t stream);
+// Clears the sums of marked keys, of heads that are not stored. Lets the next kernel begin. `beside`: so does the one
+// before it, which began when keys were marked.
+cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,
+                                  cudaStream_t stream);
 
 // Of the passes at the end each may run beside the one before it: `beside`.
 // dkey and dvalue from their sums.

@@ -68,10 +68,7 @@ __device__ inline int key_work(const BackwardParams& params, int place) {
 template <int kTileKeys, bool kPlanned>
 __device__ inline KeyBlock block_of_work(const BackwardParams& params, int work) {
   if constexpr (!kPlanned) return key_block<kTileKeys, kPlanned>(params, static_cast<unsigned>(work));
-  KeyBlock block = params.works.blocks[work];
-  // Which heads store, is found out while works are listed.
-  block.stores = !block.listed && stores_results(params, block.batch, block.key_head);
-  return block;
+  return params.works.blocks[work];
 }
 
 }  // namespace flash_dmattn::internal::cuda

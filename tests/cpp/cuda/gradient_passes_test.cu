@@ -72,7 +72,7 @@ class Call {
     sums_.dkey = has_dkey_ ? static_cast<float*>(dkey_sums.get()) : nullptr;
     sums_.dvalue = has_dvalue_ ? static_cast<float*>(dvalue_sums.get()) : nullptr;
     expect_success(launch_mark_keys(problem_, plan_, sums_, nullptr));
-    expect_success(launch_clear_key_sums(problem_, plan_, sums_, false, nullptr));
+    expect_success(launch_clear_key_sums(problem_, sums_, false, nullptr));
     const auto got_marks = to_host(static_cast<const std::uint8_t*>(sums_.marks), pairs * problem_.keys);
     for (std::int64_t i = 0; i < pairs * problem_.keys; ++i) {
       EXPECT_EQ(got_marks[static_cast<std::size_t>(i)] != 0, marked_[static_cast<std::size_t>(i)]) << "key " << i;
