@@ -21,10 +21,11 @@ from gpu_common import DEVICE, Bench
 from gpu_decode_cases import CASES as DECODE_CASES
 from gpu_document_cases import CASES as DOCUMENT_CASES
 from gpu_list_cases import CASES as LIST_CASES
+from gpu_sweep_cases import CASES as SWEEP_CASES
 from report import Report, describe_machine
 from rich.console import Console
 
-CASES = {**COMMON_CASES, **DECODE_CASES, **DOCUMENT_CASES, **LIST_CASES}
+CASES = {**COMMON_CASES, **DECODE_CASES, **DOCUMENT_CASES, **LIST_CASES, **SWEEP_CASES}
 
 
 def describe_gpu() -> dict[str, object]:

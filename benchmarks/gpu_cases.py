@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from gpu_common import (
     fa4_tiles,
     if_installed,
     normal,
+    sustained_sampler,
     topk_mask,
 )
 from report import Comparison
@@ -61,6 +63,37 @@ def ceilings(bench: Bench) -> Iterator[Comparison]:
     left, right = normal(size, size), normal(size, size)
     name = f"matrix product {size}^3"
     yield from bench.compare(name, "forward", lambda: left @ right, unit="TFLOPS", amount=2 * size**3 / 1e12)
+
+
+def sustained(bench: Bench) -> Iterator[Comparison]:
+    """Dense attention and dynamic masks, again and again, at the clocks that a GPU settles at when it does nothing
+    else."""
+    for is_causal in (False, True):
+        problem = Problem(16, 16, 128, bench.length(16384))
+        teraflop = problem.teraflop(0.5 if is_causal else 1.0)
+        cudnn = problem.sdpa(SDPBackend.CUDNN_ATTENTION, is_causal=is_causal)
+        forwards: dict[str, Work] = {CUDNN: cudnn}
+        backwards = {CUDNN: backward_of(cudnn, problem.their_leaves, problem.their_dout)}
+        if (fa4 := fa4_forward(problem, causal=is_causal)) is not None:
+            forwards[FA4], backwards[FA4] = fa4, backward_of(fa4, problem.leaves, problem.dout)
+        ours = partial(attention, problem.query, problem.key, problem.value, is_causal=is_causal)
+        backward = backward_of(ours, problem.leaves, problem.dout)
+        case = f"sustained dense {problem.name}{' causal' if is_causal else ''}"
+        for what, work, others, amount in (
+            ("forward", ours, forwards, teraflop),
+            ("backward", backward, backwards, 2.5 * teraflop),
+        ):
+            yield from bench.compare(
+                case, what, work, others, unit="TFLOPS", amount=amount, sampler_of=sustained_sampler
+            )
+    for shape in (LARGE, LONG):
+        dynamic = DynamicProblem(bench, *shape)
+        forwards = if_installed(DENSE_FA4, fa4_forward(dynamic, causal=True))
+        backwards = {name: backward_of(forward, dynamic.leaves, dynamic.dout) for name, forward in forwards.items()}
+        case, selected = f"sustained dynamic {dynamic.name}", dynamic.ours_selected
+        yield from bench.compare(case, "selection + forward", selected, forwards, sampler_of=sustained_sampler)
+        backward = backward_of(selected, dynamic.our_leaves, dynamic.dout)
+        yield from bench.compare(case, "backward", backward, backwards, sampler_of=sustained_sampler)
 
 
 def dense(bench: Bench) -> Iterator[Comparison]:
@@ -208,7 +241,7 @@ def _dynamic(
     backwards = {FLEX: backward_of(flex.forward, flex.leaves, problem.their_dout)}
     # Offsets within a mask of more elements are not safe in every kernel of torch's.
     if problem.key_heads * problem.length**2 < 1 << 31:
-        efficient, leaves, dout = _efficient_dynamic(problem, intervals)
+        efficient, leaves, dout = efficient_dynamic(problem, intervals)
         forwards[EFFICIENT], backwards[EFFICIENT] = efficient, backward_of(efficient, leaves, dout)
     else:
         bench.notes.append(f"{case}: {EFFICIENT}: left out, its mask has 2^31 elements")
@@ -220,7 +253,7 @@ def _dynamic(
     yield from bench.compare(case, "selection", problem.select, makers)
 
 
-def _efficient_dynamic(
+def efficient_dynamic(
     problem: DynamicProblem, intervals: KeyIntervals
 ) -> tuple[Callable[[], Tensor], list[Tensor], Tensor]:
     """With one additive mask of bias and visibility, made before; without a gradient for the bias."""
@@ -438,6 +471,7 @@ def deterministic(bench: Bench) -> Iterator[Comparison]:
 
 CASES = {
     "dense": dense,
+    "sustained": sustained,
     "tiles": tiles,
     "dynamic": dynamic,
     "original": original,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,10 @@ Work = Callable[[], object]  # enqueues work on the current stream
 SHORT_SECONDS = 2e-3
 GRAPH_SECONDS = 5e-3  # about what one graph of several calls takes
 MOST_CALLS = 20
+# A GPU that has computed at full power for some 50 ms lowers its clocks, by an eighth on an H200, until it has rested:
+# every sample begins after as long a rest, whatever was timed before. SUSTAINED_SECONDS: until clocks have settled.
+REST_SECONDS = 0.1
+SUSTAINED_SECONDS = 0.2
 # Keeps the device busy for about 1.5 ms while the host gets ahead of it.
 HEAD_START_CYCLES = 3_000_000
 
@@ -47,13 +53,25 @@ def seconds_between_events(work: Work, head_start_cycles: int = HEAD_START_CYCLE
     return start.elapsed_time(stop) / 1e3
 
 
+def rest() -> None:
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
+
+
 def device_sampler(work: Work) -> Callable[[], float]:
-    """What measures seconds of one call, after a warm-up. Short calls are replayed from a graph of several."""
+    """What measures seconds of one call of a rested GPU, after a warm-up. Short calls are replayed from a graph of
+    several."""
     for _ in range(2):
         work()
+    rest()
     seconds = seconds_between_events(work)
+
+    def sample(work: Work, calls: int) -> float:
+        rest()
+        return seconds_between_events(work) / calls
+
     if seconds >= SHORT_SECONDS:
-        return lambda: seconds_between_events(work)
+        return partial(sample, work, 1)
     calls = max(1, min(MOST_CALLS, round(GRAPH_SECONDS / seconds)))
     graph = torch.cuda.CUDAGraph()
     # On the stream that recorded the forward: its backward runs there.
@@ -61,7 +79,20 @@ def device_sampler(work: Work) -> Callable[[], float]:
         for _ in range(calls):
             work()
     graph.replay()
-    return lambda: seconds_between_events(graph.replay) / calls
+    return partial(sample, graph.replay, calls)
+
+
+def sustained_sampler(work: Work) -> Callable[[], float]:
+    """What measures seconds of one call among many that follow one another, at the clocks that these settle at."""
+    for _ in range(2):
+        work()
+    calls = max(1, math.ceil(SUSTAINED_SECONDS / seconds_between_events(work)))
+
+    def run() -> None:
+        for _ in range(calls):
+            work()
+
+    return lambda: seconds_between_events(run, before=run) / calls
 
 
 def kernel_seconds(work: Work, kernel: str) -> list[float]:
@@ -110,6 +141,7 @@ class Bench:
         limit: float | None = None,
         least: float | None = None,
         sizes: dict[str, float | str] | None = None,
+        sampler_of: Callable[[Work], Callable[[], float]] = device_sampler,
     ) -> Iterator[Comparison]:
         """One line for every other, or one of ours alone.
 
@@ -119,6 +151,7 @@ class Bench:
             other_amounts: where an other does another amount.
             goals: for the ratio to an other; limit, least: for our figure.
             sizes: what a sweep varies, by name.
+            sampler_of: a work's; of a rested GPU, or sustained_sampler.
         """
         samples: dict[str, list[float]] = {}
         samplers = {}
@@ -126,7 +159,7 @@ class Bench:
         for name, work in {OURS: ours, **(others or {})}.items():
             # Peers fail in ways of their own (shapes, memory, compilers): a figure is missing then, not the table.
             try:
-                samplers[name] = device_sampler(work)
+                samplers[name] = sampler_of(work)
                 samples[name] = []
             except Exception as error:
                 if name == OURS:

@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +41,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the figures to this file; into a folder: as "
                         "<machine>-<script>.json")  # fmt: skip
     arguments = parser.parse_args()
+    start = time.perf_counter()
     printed = subprocess.run([arguments.program], check=True, stdout=subprocess.PIPE, text=True).stdout
     report = Report({**describe_machine(), "name": torch.cuda.get_device_name()}, title="Selection on the device")
+    report.seconds["selection"] = time.perf_counter() - start
     report.comparisons = [line for shape in printed.splitlines() for line in lines_of(json.loads(shape))]
     report.print_table(Console(width=None if sys.stdout.isatty() else 120))
     if arguments.json:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ STYLES = {
     "projection": ("#CC79A7", "D"),
     "SDPA": ("#D55E00", "s"),
     "FlexAttention": ("#009E73", "^"),
+    "FA4": ("#009E73", "^"),
 }
 TEXT = "#7A7A7A"
 STYLE = {
@@ -102,6 +104,10 @@ def _whole_forward(line: dict) -> str | None:
     return "backward" if line["what"] == "backward" else None
 
 
+def _of_heads(heads: int, line: dict) -> str | None:
+    return _whole_forward(line) if line["sizes"]["heads"] == heads else None
+
+
 def _whole_other(line: dict) -> str:
     return {"FlexAttention": "FlexAttention, keys given", "topk mask + SDPA": "SDPA", "SDPA": "SDPA"}[line["other"]]
 
@@ -139,6 +145,18 @@ PICTURES = {
         ("batch 1", "batch 8", "batch 32"), _batch,
         label_of=lambda line: f"{OURS}, {line['what']}",
         other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
+    ),
+    "gpu_lengths": Picture(
+        "every row keeps 2048 keys, H32 Hkv8 D128", "gpu_attention", ("lengths",), "length", "sequence length",
+        ("forward, the keys chosen in it", "backward"), partial(_of_heads, 32),
+    ),
+    "gpu_lengths_small": Picture(
+        "every row keeps 1024 keys, H2 Hkv1 D128", "gpu_attention", ("lengths",), "length", "sequence length",
+        ("forward, the keys chosen in it", "backward"), partial(_of_heads, 2),
+    ),
+    "gpu_kept": Picture(
+        "16384 keys, H2 Hkv1 D128", "gpu_attention", ("kept",), "window", "keys that a row keeps",
+        ("forward, the keys chosen in it", "backward"), _whole_forward,
     ),
     "gpu_windows": Picture(
         "bool mask, H2 Hkv1 D32 S16384", "gpu_attention", ("windows",), "window", "keys that a row sees, the last",

@@ -1,0 +1,53 @@
+"""Cases of gpu_attention.py that vary one size, by protocols of the original project, flash-dmattn 1.x: "Vary sequence
+length" and "Vary keep_window_size" of its forward_performance.py and backward_performance.py. Every row sees the keys
+of highest score in its past, with a bias per key; ours chooses them in the call, PyTorch's kernel gets a mask made
+before, and FlashAttention 4 attends to all of the past, which is what one has without a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpu_cases import DENSE_FA4, efficient_dynamic
+from gpu_common import EFFICIENT, Bench, DynamicProblem, Work, backward_of, check_equal, fa4_forward, if_installed
+from report import Comparison
+
+PROTOCOL = (2, 1, 128)  # H, Hkv, D
+LARGER = (32, 8, 128)
+WINDOWS = [32, 128, 512, 2048, 8192]
+
+
+def lengths(bench: Bench) -> Iterator[Comparison]:
+    """Time against length: the protocol's heads, and as many as models have."""
+    for heads, window, powers in ((PROTOCOL, 1024, range(8, 18)), (LARGER, 2048, range(12, 18))):
+        for length in [1 << power for power in powers]:
+            problem = DynamicProblem(bench, *heads, length, window)
+            yield from _keeping(bench, problem, {"heads": problem.heads, "length": problem.length})
+
+
+def kept(bench: Bench) -> Iterator[Comparison]:
+    """Time against the number of keys that a row keeps."""
+    for window in WINDOWS:
+        problem = DynamicProblem(bench, *PROTOCOL, 16384, window)
+        yield from _keeping(bench, problem, {"window": problem.window})
+
+
+def _keeping(bench: Bench, problem: DynamicProblem, sizes: dict[str, float | str]) -> Iterator[Comparison]:
+    forwards: dict[str, Work] = {}
+    backwards: dict[str, Work] = {}
+    # Offsets within a mask of more elements are not safe in every kernel of torch's.
+    if problem.key_heads * problem.length**2 < 1 << 31:
+        efficient, leaves, dout = efficient_dynamic(problem, problem.select())
+        check_equal(problem.ours_selected(), efficient().view_as(problem.their_dout).transpose(1, 2))
+        forwards[EFFICIENT], backwards[EFFICIENT] = efficient, backward_of(efficient, leaves, dout)
+    dense = fa4_forward(problem, causal=True)
+    forwards |= if_installed(DENSE_FA4, dense)
+    if dense is not None:
+        backwards[DENSE_FA4] = backward_of(dense, problem.leaves, problem.dout)
+    case, selected = f"keeping {problem.name}", problem.ours_selected
+    yield from bench.compare(case, "selection + forward", selected, forwards, sizes=sizes)
+    backward = backward_of(selected, problem.our_leaves, problem.dout)
+    yield from bench.compare(case, "backward", backward, backwards, sizes=sizes)
+
+
+CASES = {"lengths": lengths, "kept": kept}
