@@ -33,7 +33,8 @@ SHORT_SECONDS = 2e-3
 GRAPH_SECONDS = 5e-3  # about what one graph of several calls takes
 MOST_CALLS = 20
 # A GPU that has computed at full power for some 50 ms lowers its clocks, by an eighth on an H200, until it has rested:
-# every sample begins after twice as long a rest, whatever was timed before. SUSTAINED_SECONDS: until clocks have settled.
+# every sample begins after twice as long a rest, whatever was timed before. SUSTAINED_SECONDS: until clocks have
+# settled.
 REST_SECONDS = 0.1
 SUSTAINED_SECONDS = 0.2
 # Keeps the device busy for about 1.5 ms while the host gets ahead of it.

@@ -13,16 +13,24 @@ from gpu_common import EFFICIENT, Bench, DynamicProblem, Work, backward_of, chec
 from report import Comparison
 
 PROTOCOL = (2, 1, 128)  # H, Hkv, D
-LARGER = (32, 8, 128)
+MODEL = (32, 8, 128)
 WINDOWS = [32, 128, 512, 2048, 8192]
 
 
 def lengths(bench: Bench) -> Iterator[Comparison]:
-    """Time against length: the protocol's heads, and as many as models have."""
-    for heads, window, powers in ((PROTOCOL, 1024, range(8, 18)), (LARGER, 2048, range(12, 18))):
-        for length in [1 << power for power in powers]:
-            problem = DynamicProblem(bench, *heads, length, window)
-            yield from _keeping(bench, problem, {"heads": problem.heads, "length": problem.length})
+    """Time against length, every row keeping 1024 keys."""
+    yield from _lengths(bench, PROTOCOL, 1024, range(8, 18))
+
+
+def model_lengths(bench: Bench) -> Iterator[Comparison]:
+    """The same with the heads of a model, every row keeping 2048 keys."""
+    yield from _lengths(bench, MODEL, 2048, range(12, 18))
+
+
+def _lengths(bench: Bench, heads: tuple[int, int, int], window: int, powers: range) -> Iterator[Comparison]:
+    for length in [1 << power for power in powers]:
+        problem = DynamicProblem(bench, *heads, length, window)
+        yield from _keeping(bench, problem, {"length": problem.length})
 
 
 def kept(bench: Bench) -> Iterator[Comparison]:
@@ -38,7 +46,7 @@ def _keeping(bench: Bench, problem: DynamicProblem, sizes: dict[str, float | str
     # Offsets within a mask of more elements are not safe in every kernel of torch's.
     if problem.key_heads * problem.length**2 < 1 << 31:
         efficient, leaves, dout = efficient_dynamic(problem, problem.select())
-        check_equal(problem.ours_selected(), efficient().view_as(problem.their_dout).transpose(1, 2))
+        check_equal(problem.ours_selected(), efficient().reshape_as(problem.their_dout).transpose(1, 2))
         forwards[EFFICIENT], backwards[EFFICIENT] = efficient, backward_of(efficient, leaves, dout)
     dense = fa4_forward(problem, causal=True)
     forwards |= if_installed(DENSE_FA4, dense)
@@ -50,4 +58,4 @@ def _keeping(bench: Bench, problem: DynamicProblem, sizes: dict[str, float | str
     yield from bench.compare(case, "backward", backward, backwards, sizes=sizes)
 
 
-CASES = {"lengths": lengths, "kept": kept}
+CASES = {"lengths": lengths, "model_lengths": model_lengths, "kept": kept}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,10 +103,6 @@ def _whole_forward(line: dict) -> str | None:
     return "backward" if line["what"] == "backward" else None
 
 
-def _of_heads(heads: int, line: dict) -> str | None:
-    return _whole_forward(line) if line["sizes"]["heads"] == heads else None
-
-
 def _whole_other(line: dict) -> str:
     return {"FlexAttention": "FlexAttention, keys given", "topk mask + SDPA": "SDPA", "SDPA": "SDPA"}[line["other"]]
 
@@ -147,12 +142,12 @@ PICTURES = {
         other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
     ),
     "gpu_lengths": Picture(
-        "every row keeps 2048 keys, H32 Hkv8 D128", "gpu_attention", ("lengths",), "length", "sequence length",
-        ("forward, the keys chosen in it", "backward"), partial(_of_heads, 32),
-    ),
-    "gpu_lengths_small": Picture(
         "every row keeps 1024 keys, H2 Hkv1 D128", "gpu_attention", ("lengths",), "length", "sequence length",
-        ("forward, the keys chosen in it", "backward"), partial(_of_heads, 2),
+        ("forward, the keys chosen in it", "backward"), _whole_forward,
+    ),
+    "gpu_model_lengths": Picture(
+        "every row keeps 2048 keys, H32 Hkv8 D128", "gpu_attention", ("model_lengths",), "length", "sequence length",
+        ("forward, the keys chosen in it", "backward"), _whole_forward,
     ),
     "gpu_kept": Picture(
         "16384 keys, H2 Hkv1 D128", "gpu_attention", ("kept",), "window", "keys that a row keeps",
