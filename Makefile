@@ -54,7 +54,7 @@ WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),$(foreach option,CMAKE_COMPILE_WARNING
 CHECK_PACKAGES = .venv-packaging/bin/python tools/check_package.py dist/* && \
                  .venv-packaging/bin/python -m twine check --strict dist/*
 
-.PHONY: help setup library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench results \
+.PHONY: help setup setup-build library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench results \
         results-gpu figures check-neon check-sm80 check-wheel check-types check-pythons check-conan sdist wheels docs \
         check-docs release-check clean
 
@@ -64,7 +64,10 @@ help:  ## this list
 setup:  ## install what is missing: Debian packages, and the pinned Python packages into .venv
 	@tools/setup.sh
 
-library: setup  ## build the PyTorch library into python/flash_dmattn
+setup-build:  ## the same, of Python packages only those that `make run` needs
+	@tools/setup.sh build
+
+library: setup-build  ## build the PyTorch library into python/flash_dmattn
 	@$(CONFIGURE) --preset $(PRESET) -DPython_EXECUTABLE=$(PY)
 	@cmake --build --preset $(PRESET) --target flash_dmattn_torch
 	@cmake --install $(BUILD) --component python --prefix python >/dev/null
@@ -80,10 +83,10 @@ test: lint test-cpp test-python test-notebooks  ## all that this machine can tes
 test-cpp: build  ## the C++ tests
 	@ctest --preset $(PRESET) --parallel $$(nproc)
 
-test-python: library  ## the Python tests, also on the GPU if there is one (ARGS="-k name"; ARGS="-n 0": one process)
+test-python: setup library  ## the Python tests, also on the GPU if there is one (ARGS="-k name"; ARGS="-n 0": one process)
 	@$(KEEP_MEMORY) $(PY) -m pytest tests -n 2 --dist loadfile $(ARGS)
 
-test-notebooks: library  ## run the notebooks of docs/
+test-notebooks: setup library  ## run the notebooks of docs/
 	@$(PY) -m pytest --nbmake docs/notebooks --quiet
 
 test-sanitize: setup  ## C++ tests under AddressSanitizer and UBSan; GPU tests, if there is one, under compute-sanitizer
@@ -116,14 +119,14 @@ format: setup  ## format C++ and Python, fix what ruff can fix
 bench: library  ## compare speed and memory with PyTorch's attention (ARGS="--help")
 	@$(PY) benchmarks/cpu_attention.py $(ARGS)
 
-results: library  ## measure all that docs/ says of CPUs into benchmarks/results, then `make figures` (REPEATS=7)
+results: setup library  ## measure all that docs/ says of CPUs into benchmarks/results, then `make figures` (REPEATS=7)
 	@mkdir -p benchmarks/results
 	@for script in $(CPU_BENCHMARKS); do \
 	  $(PY) benchmarks/$$script.py --repeats $(REPEATS) --json benchmarks/results || exit 1; \
 	done
 	@$(MAKE) --no-print-directory figures
 
-results-gpu: build  ## the same on a GPU, and on several if there are several
+results-gpu: setup build  ## the same on a GPU, and on several if there are several
 	@mkdir -p benchmarks/results
 	@$(PY) benchmarks/gpu_attention.py --repeats $(REPEATS) --json benchmarks/results
 	@$(PY) benchmarks/gpu_doge.py --repeats $(REPEATS) --json benchmarks/results

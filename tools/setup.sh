@@ -5,6 +5,7 @@
 #
 #   tools/setup.sh         the above; with PYTHON=... in the environment no .venv is made and nothing is
 #                          installed into that Python, only checked
+#   tools/setup.sh build   the same, of Python packages only those that the library is built and examples are run with
 #   tools/setup.sh fuzz    also Clang with libFuzzer
 #   tools/setup.sh neon    also the cross-compiler for 64-bit Arm and an emulator to run what it builds
 #   tools/setup.sh docs    only what the documentation site needs: the pinned packages into .venv-docs
@@ -73,12 +74,12 @@ install_packages() {
   [[ -z $packages ]] || fail "still missing after their installation: $packages"
 }
 
-# The names that requirements-dev.txt pins and the given Python does not have.
+# The names that these files pin and the given Python does not have.
 check_python() {
   local missing
-  missing=$("$python" - <<'EOF'
-import importlib.metadata, pathlib, re
-for file in ("requirements.txt", "requirements-dev.txt"):
+  missing=$("$python" - "$@" <<'EOF'
+import importlib.metadata, pathlib, re, sys
+for file in sys.argv[1:]:
     for name in re.findall(r"^([\w-]+)==", pathlib.Path(file).read_text(), re.M):
         try:
             importlib.metadata.version(name)
@@ -90,16 +91,23 @@ EOF
   for tool in cmake ninja clang-format; do
     if command -v "$tool" >/dev/null; then missing=$(grep -vx "$tool" <<<"$missing" || true); fi
   done
-  [[ -z $missing ]] || fail "$python lacks $(xargs <<<"$missing"): $python -m pip install -r requirements-dev.txt"
+  [[ -z $missing ]] || fail "$python lacks $(xargs <<<"$missing"): $python -m pip install -r ${!#}"
+}
+
+# stamp_of FOLDER REQUIREMENTS...: the file that says that this Python's environment has what these files pin.
+stamp_of() {
+  local venv=$1
+  shift
+  echo "$venv/.installed-$(cat "$@" <("$python" -c 'import sys; print(sys.version)') | sha256sum | cut -c1-16)"
 }
 
 # make_venv FOLDER REQUIREMENTS...: does nothing if the folder has what these files pin; pip installs the last of them.
 make_venv() {
   local venv=$1 version stamp
+  stamp=$(stamp_of "$@")
   shift
   version=$("$python" -c 'import sys; print(sys.version)')
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "Python 3.11 is needed; $python is $version"
-  stamp=$venv/.installed-$(cat "$@" <(echo "$version") | sha256sum | cut -c1-16)
   [[ -e $stamp ]] && return 0
   say "installing the packages that ${!#} pins into $venv (torch, where it is one of them, takes some minutes)"
   rm -f "$venv"/.installed-*
@@ -124,9 +132,15 @@ command -v "$python" >/dev/null || fail "$python was not found"
 install_packages "$@"
 if [[ ${1:-} == *docs || ${1:-} == packaging ]]; then
   make_venv ".venv-$1" "requirements-$1.txt"
-elif [[ -n ${PYTHON:-} ]]; then
-  check_python
 else
-  make_venv .venv requirements.txt requirements-dev.txt
-  link_package
+  # Each of these files begins with the one before.
+  build=(requirements.txt requirements-build.txt) all=(requirements.txt requirements-build.txt requirements-dev.txt)
+  wanted=("${all[@]}")
+  if [[ ${1:-} == build && ! -e $(stamp_of .venv "${all[@]}") ]]; then wanted=("${build[@]}"); fi
+  if [[ -n ${PYTHON:-} ]]; then
+    check_python "${wanted[@]}"
+  else
+    make_venv .venv "${wanted[@]}"
+    link_package
+  fi
 fi
