@@ -98,13 +98,14 @@ class Bench:
         names = list(dict.fromkeys(name for names in every_rank for name in names))
         samples: dict[str, list[float]] = {name: [] for name in names}
         token, order = torch.zeros(1, device=self.device), random.Random(0)  # the same on every rank
-        for repeat in range(WARM_UPS + self.repeats):
+        warm_ups = 1 if self.quick else WARM_UPS
+        for repeat in range(warm_ups + self.repeats):
             if self.rank == 0:
-                PROGRESS.show(", ".join(names), max(repeat - WARM_UPS, 0), self.repeats)
+                PROGRESS.show(", ".join(names), max(repeat - warm_ups, 0), self.repeats)
             for name in order.sample(names, len(names)):
                 dist.barrier()
                 taken = seconds(works.get(name, _nothing), token) * 1e3
-                if repeat >= WARM_UPS:
+                if repeat >= warm_ups:
                     samples[name].append(taken if name in works else math.nan)
         every: list[dict[str, list[float]]] = [{} for _ in range(self.ranks)]
         dist.all_gather_object(every, samples)
