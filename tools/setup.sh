@@ -136,7 +136,7 @@ else
   # Each of these files begins with the one before.
   build=(requirements.txt requirements-build.txt) all=(requirements.txt requirements-build.txt requirements-dev.txt)
   wanted=("${all[@]}")
-  if [[ ${1:-} == build && ! -e $(stamp_of .venv "${all[@]}") ]]; then wanted=("${build[@]}"); fi
+  if [[ ${1:-} == build && (-n ${PYTHON:-} || ! -e $(stamp_of .venv "${all[@]}")) ]]; then wanted=("${build[@]}"); fi
   if [[ -n ${PYTHON:-} ]]; then
     check_python "${wanted[@]}"
   else
