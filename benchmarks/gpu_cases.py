@@ -88,12 +88,7 @@ def sustained(bench: Bench) -> Iterator[Comparison]:
             )
     for shape in (LARGE, LONG):
         dynamic = DynamicProblem(bench, *shape)
-        forwards = if_installed(DENSE_FA4, fa4_forward(dynamic, causal=True))
-        backwards = {name: backward_of(forward, dynamic.leaves, dynamic.dout) for name, forward in forwards.items()}
-        case, selected = f"sustained dynamic {dynamic.name}", dynamic.ours_selected
-        yield from bench.compare(case, "selection + forward", selected, forwards, sampler_of=sustained_sampler)
-        backward = backward_of(selected, dynamic.our_leaves, dynamic.dout)
-        yield from bench.compare(case, "backward", backward, backwards, sampler_of=sustained_sampler)
+        yield from beside_dense(bench, f"sustained dynamic {dynamic.name}", dynamic, sampler_of=sustained_sampler)
 
 
 def dense(bench: Bench) -> Iterator[Comparison]:
@@ -220,13 +215,29 @@ def dynamic(bench: Bench) -> Iterator[Comparison]:
         (LONG, None, None),
     ):
         problem = DynamicProblem(bench, *shape)
-        forwards = if_installed(DENSE_FA4, fa4_forward(problem, causal=True))
-        backwards = {name: backward_of(forward, problem.leaves, problem.dout) for name, forward in forwards.items()}
-        case, selected = f"dynamic {problem.name}", problem.ours_selected
         goals = {DENSE_FA4: 11.0} if shape == LONG else None
-        yield from bench.compare(case, "selection + forward", selected, forwards, limit=limit, goals=goals)
-        backward = backward_of(selected, problem.our_leaves, problem.dout)
-        yield from bench.compare(case, "backward", backward, backwards, limit=backward_limit, goals=goals)
+        limits, case = (limit, backward_limit), f"dynamic {problem.name}"
+        yield from beside_dense(bench, case, problem, limits=limits, goals=goals)
+
+
+def beside_dense(
+    bench: Bench,
+    case: str,
+    problem: DynamicProblem,
+    forwards: dict[str, Work] | None = None,
+    backwards: dict[str, Work] | None = None,
+    limits: tuple[float | None, float | None] = (None, None),
+    **arguments: object,
+) -> Iterator[Comparison]:
+    """Selection and forward, and backward, beside these and FA4's dense causal attention; `limits`: of either."""
+    dense = if_installed(DENSE_FA4, fa4_forward(problem, causal=True))
+    dense_backward = {name: backward_of(work, problem.leaves, problem.dout) for name, work in dense.items()}
+    selected, backward = problem.ours_selected, backward_of(problem.ours_selected, problem.our_leaves, problem.dout)
+    for what, ours, others, limit in (
+        ("selection + forward", selected, {**(forwards or {}), **dense}, limits[0]),
+        ("backward", backward, {**(backwards or {}), **dense_backward}, limits[1]),
+    ):
+        yield from bench.compare(case, what, ours, others, limit=limit, **arguments)
 
 
 def _dynamic(
@@ -239,8 +250,7 @@ def _dynamic(
     check_equal(problem.ours_selected(), flex.forward().transpose(1, 2))
     forwards: dict[str, Work] = {FLEX: flex.forward}
     backwards = {FLEX: backward_of(flex.forward, flex.leaves, problem.their_dout)}
-    # Offsets within a mask of more elements are not safe in every kernel of torch's.
-    if problem.key_heads * problem.length**2 < 1 << 31:
+    if takes_mask(problem):
         efficient, leaves, dout = efficient_dynamic(problem, intervals)
         forwards[EFFICIENT], backwards[EFFICIENT] = efficient, backward_of(efficient, leaves, dout)
     else:
@@ -251,6 +261,11 @@ def _dynamic(
     yield from bench.compare(case, "backward", backward, backwards, limit=backward_limit)
     makers = {TOPK: lambda: topk_mask(problem.key_bias, problem.window), "Flex block mask": flex.make_block_mask}
     yield from bench.compare(case, "selection", problem.select, makers)
+
+
+def takes_mask(problem: DynamicProblem) -> bool:
+    """Offsets within a mask of more elements are not safe in every kernel of torch's."""
+    return problem.key_heads * problem.length**2 < 1 << 31
 
 
 def efficient_dynamic(

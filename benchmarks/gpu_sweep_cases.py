@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpu_cases import DENSE_FA4, efficient_dynamic
-from gpu_common import EFFICIENT, Bench, DynamicProblem, Work, backward_of, check_equal, fa4_forward, if_installed
+from gpu_cases import beside_dense, efficient_dynamic, takes_mask
+from gpu_common import EFFICIENT, Bench, DynamicProblem, Work, backward_of, check_equal
 from report import Comparison
 
 PROTOCOL = (2, 1, 128)  # H, Hkv, D
@@ -43,19 +43,11 @@ def kept(bench: Bench) -> Iterator[Comparison]:
 def _keeping(bench: Bench, problem: DynamicProblem, sizes: dict[str, float | str]) -> Iterator[Comparison]:
     forwards: dict[str, Work] = {}
     backwards: dict[str, Work] = {}
-    # Offsets within a mask of more elements are not safe in every kernel of torch's.
-    if problem.key_heads * problem.length**2 < 1 << 31:
+    if takes_mask(problem):
         efficient, leaves, dout = efficient_dynamic(problem, problem.select())
         check_equal(problem.ours_selected(), efficient().reshape_as(problem.their_dout).transpose(1, 2))
         forwards[EFFICIENT], backwards[EFFICIENT] = efficient, backward_of(efficient, leaves, dout)
-    dense = fa4_forward(problem, causal=True)
-    forwards |= if_installed(DENSE_FA4, dense)
-    if dense is not None:
-        backwards[DENSE_FA4] = backward_of(dense, problem.leaves, problem.dout)
-    case, selected = f"keeping {problem.name}", problem.ours_selected
-    yield from bench.compare(case, "selection + forward", selected, forwards, sizes=sizes)
-    backward = backward_of(selected, problem.our_leaves, problem.dout)
-    yield from bench.compare(case, "backward", backward, backwards, sizes=sizes)
+    yield from beside_dense(bench, f"keeping {problem.name}", problem, forwards, backwards, sizes=sizes)
 
 
 CASES = {"lengths": lengths, "model_lengths": model_lengths, "kept": kept}

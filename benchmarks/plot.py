@@ -117,6 +117,12 @@ def _tokens(line: dict) -> str | None:
     return f"{line['sizes']['tokens']} tokens{each}" if line["case"].startswith("H32 ") else None
 
 
+def _gpu_sweep(title: str, group: str, x: str, x_label: str) -> Picture:
+    """Of one of gpu_sweep_cases.py."""
+    panels = ("forward, the keys chosen in it", "backward")
+    return Picture(title, "gpu_attention", (group,), x, x_label, panels, _whole_forward)
+
+
 PICTURES = {
     "cpu_lengths": Picture(
         "every row keeps 1024 keys, H2 Hkv1 D128", "cpu_sweeps", ("lengths",), "length", "sequence length",
@@ -141,18 +147,11 @@ PICTURES = {
         label_of=lambda line: f"{OURS}, {line['what']}",
         other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
     ),
-    "gpu_lengths": Picture(
-        "every row keeps 1024 keys, H2 Hkv1 D128", "gpu_attention", ("lengths",), "length", "sequence length",
-        ("forward, the keys chosen in it", "backward"), _whole_forward,
+    "gpu_lengths": _gpu_sweep("every row keeps 1024 keys, H2 Hkv1 D128", "lengths", "length", "sequence length"),
+    "gpu_model_lengths": _gpu_sweep(
+        "every row keeps 2048 keys, H32 Hkv8 D128", "model_lengths", "length", "sequence length"
     ),
-    "gpu_model_lengths": Picture(
-        "every row keeps 2048 keys, H32 Hkv8 D128", "gpu_attention", ("model_lengths",), "length", "sequence length",
-        ("forward, the keys chosen in it", "backward"), _whole_forward,
-    ),
-    "gpu_kept": Picture(
-        "16384 keys, H2 Hkv1 D128", "gpu_attention", ("kept",), "window", "keys that a row keeps",
-        ("forward, the keys chosen in it", "backward"), _whole_forward,
-    ),
+    "gpu_kept": _gpu_sweep("16384 keys, H2 Hkv1 D128", "kept", "window", "keys that a row keeps"),
     "gpu_windows": Picture(
         "bool mask, H2 Hkv1 D32 S16384", "gpu_attention", ("windows",), "window", "keys that a row sees, the last",
         ("forward", "backward"), _forward_or_backward,
