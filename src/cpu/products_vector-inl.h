@@ -24,16 +24,23 @@ struct Operand {
   static constexpr int stride = kStride;
 };
 
+// What becomes of C.
+enum class Sums : std::uint8_t {
+  kNew,        // it is overwritten
+  kContinued,  // products are added to it one after another, with no sum to load and add at the end
+  kAdded,      // sums of the products are added to it: of many terms, sums of shorter sums round far less
+};
+
 template <typename Math, typename A, int kRows, int kVectors>
 HWY_INLINE void multiply_block(const typename Math::Word* HWY_RESTRICT a, const typename Math::Word* HWY_RESTRICT panel,
                                std::ptrdiff_t panel_stride, int depth, float* HWY_RESTRICT c, std::ptrdiff_t c_stride,
-                               bool accumulate) {
+                               Sums kind) {
   Vec sums[kRows][kVectors];
   HWY_UNROLL(12)
   for (int row = 0; row < kRows; ++row) {
     HWY_UNROLL(2)
     for (int v = 0; v < kVectors; ++v) {
-      sums[row][v] = accumulate ? hn::LoadU(kFloats, c + row * c_stride + v * kLanes) : hn::Zero(kFloats);
+      sums[row][v] = kind == Sums::kContinued ? hn::LoadU(kFloats, c + row * c_stride + v * kLanes) : hn::Zero(kFloats);
     }
   }
   const typename Math::Word* second = panel + panel_stride;
@@ -52,7 +59,10 @@ HWY_INLINE void multiply_block(const typename Math::Word* HWY_RESTRICT a, const 
   HWY_UNROLL(12)
   for (int row = 0; row < kRows; ++row) {
     HWY_UNROLL(2)
-    for (int v = 0; v < kVectors; ++v) hn::StoreU(sums[row][v], kFloats, c + row * c_stride + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = c + row * c_stride + v * kLanes;
+      hn::StoreU(kind == Sums::kAdded ? hn::Add(hn::LoadU(kFloats, to), sums[row][v]) : sums[row][v], kFloats, to);
+    }
   }
 }
 
@@ -60,24 +70,24 @@ HWY_INLINE void multiply_block(const typename Math::Word* HWY_RESTRICT a, const 
 template <typename Math, typename A, int kRows, int kVectors>
 HWY_INLINE void multiply_tail(const typename Math::Word* a, const typename Math::Word* panel,
                               std::ptrdiff_t panel_stride, int rows, int depth, float* c, std::ptrdiff_t c_stride,
-                              bool accumulate) {
+                              Sums kind) {
   if constexpr (kRows > 0) {
     if (rows >= kRows) {
-      multiply_block<Math, A, kRows, kVectors>(a, panel, panel_stride, depth, c, c_stride, accumulate);
+      multiply_block<Math, A, kRows, kVectors>(a, panel, panel_stride, depth, c, c_stride, kind);
       a += A::transposed ? kRows : kRows * A::stride;
       c += kRows * c_stride;
       rows -= kRows;
     }
-    multiply_tail<Math, A, kRows / 2, kVectors>(a, panel, panel_stride, rows, depth, c, c_stride, accumulate);
+    multiply_tail<Math, A, kRows / 2, kVectors>(a, panel, panel_stride, rows, depth, c, c_stride, kind);
   }
 }
 
 template <typename Math, typename A, int kVectors>
 HWY_NOINLINE void multiply_panels(const typename Math::Word* a, const typename Math::Word* panel,
                                   std::ptrdiff_t panel_stride, int rows, int depth, float* c, std::ptrdiff_t c_stride,
-                                  bool accumulate) {
+                                  Sums kind) {
   for (; rows >= kBlockRows; rows -= kBlockRows) {
-    multiply_block<Math, A, kBlockRows, kVectors>(a, panel, panel_stride, depth, c, c_stride, accumulate);
+    multiply_block<Math, A, kBlockRows, kVectors>(a, panel, panel_stride, depth, c, c_stride, kind);
     a += A::transposed ? kBlockRows : kBlockRows * A::stride;
     c += kBlockRows * c_stride;
   }
@@ -85,21 +95,21 @@ HWY_NOINLINE void multiply_panels(const typename Math::Word* a, const typename M
                 kBlockRows == 4   ? 2
                 : kBlockRows == 6 ? 4
                                   : 8,
-                kVectors>(a, panel, panel_stride, rows, depth, c, c_stride, accumulate);
+                kVectors>(a, panel, panel_stride, rows, depth, c, c_stride, kind);
 }
 
 // C (rows x columns) = or += A (rows x depth) * B (depth x columns), depth in words. B's panels are
 // `panel_stride` words apart; columns are a multiple of kLanes.
 template <typename Math, typename A>
 HWY_INLINE void multiply(const typename Math::Word* a, const typename Math::Word* panels, std::ptrdiff_t panel_stride,
-                         int rows, int columns, int depth, float* c, std::ptrdiff_t c_stride, bool accumulate) {
+                         int rows, int columns, int depth, float* c, std::ptrdiff_t c_stride, Sums kind) {
   int column = 0;
   for (; column + kBlockVectors * kLanes <= columns; column += kBlockVectors * kLanes) {
-    multiply_panels<Math, A, kBlockVectors>(a, panels, panel_stride, rows, depth, c + column, c_stride, accumulate);
+    multiply_panels<Math, A, kBlockVectors>(a, panels, panel_stride, rows, depth, c + column, c_stride, kind);
     panels += kBlockVectors * panel_stride;
   }
   if (column < columns) {
-    multiply_panels<Math, A, 1>(a, panels, panel_stride, rows, depth, c + column, c_stride, accumulate);
+    multiply_panels<Math, A, 1>(a, panels, panel_stride, rows, depth, c + column, c_stride, kind);
   }
 }
 
@@ -174,7 +184,7 @@ struct VectorProducts {
     multiply<Math, Operand<true, kRowTile>>(left + static_cast<std::int64_t>(row_tile) * kRowTile * depth,
                                             columns + static_cast<std::int64_t>(begin) * depth,
                                             static_cast<std::ptrdiff_t>(depth) * kLanes, rows, end - begin, depth,
-                                            scores + begin, kScoreStride, false);
+                                            scores + begin, kScoreStride, Sums::kNew);
   }
 
   static HWY_INLINE void store_probabilities(Vec p, float* scores, int key) {
@@ -188,7 +198,7 @@ struct VectorProducts {
                                                  depth + static_cast<std::int64_t>(words(begin)) * kLanes,
                                                  static_cast<std::ptrdiff_t>(words(packed_rows)) * kLanes, rows,
                                                  out_stride(head_dim), words(end - begin), out, out_stride(head_dim),
-                                                 true);
+                                                 Sums::kAdded);
   }
 
   // ---- Backward: sums over the rows of a tile, for a block of keys.
@@ -210,7 +220,7 @@ struct VectorProducts {
       multiply<Math, Operand<true, kStride>>(
           transposed, operand + static_cast<std::int64_t>(words(row_tile * kRowTile)) * kLanes,
           static_cast<std::ptrdiff_t>(words(padded_rows)) * kLanes, end - begin, columns, words(rows),
-          block + static_cast<std::int64_t>(begin) * columns, columns, true);
+          block + static_cast<std::int64_t>(begin) * columns, columns, Sums::kContinued);
     });
   }
 

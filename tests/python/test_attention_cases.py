@@ -49,6 +49,20 @@ def test_lengths(dtype: torch.dtype, rows: int, keys: int, is_causal: bool) -> N
     assert_case_close(case, run_library(case))
 
 
+@pytest.mark.parametrize("rows, keys", [(20, 50_000), (50_000, 20)])
+def test_long_sums(rows: int, keys: int) -> None:
+    """A sum of equal terms rounds the same way again and again. One of sums of 256 terms has the error of 256 roundings
+    and of as many as there are sums, at most; one of all terms in turn would have twenty times that here."""
+    case = make_case(1, 2, 1, rows, keys, head_dim=16, dtype=default_dtype())
+    equal = {name: torch.full_like(getattr(case, name), 0.1) for name in ("query", "key", "value", "dout")}
+    got = run_library(replace(case, **equal))
+    term = equal["value"][0, 0, 0, 0].double()
+    single, own = torch.finfo(torch.float32).eps, torch.finfo(default_dtype()).eps
+    bound = max((256 + max(rows, keys) / 256) * single, own)  # half of it if products and sums are rounded at once
+    for name, expected in (("out", term), ("dvalue", 2 * rows / keys * term)):
+        torch.testing.assert_close(got[name].double(), expected.expand_as(got[name]), rtol=bound, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(0, 7, 9, 4, 2), (2, 0, 9, 4, 2), (2, 7, 0, 4, 2), (2, 7, 9, 0, 1), (0, 0, 0, 0, 0)])
 def test_zero_sizes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     batch, rows, keys, heads, key_heads = shape
