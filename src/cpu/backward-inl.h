@@ -161,8 +161,8 @@ class BackwardUnit {
       }
       if (problem_.dquery.defined()) Products::pack_depth(key_source, padded, key_depth_);
       if (counters_ != nullptr) counters_->copied_keys += count;
-      if (problem_.dkey.defined()) clear_block(head_dim_, dkey_block_);
-      if (problem_.dvalue.defined()) clear_block(value_dim_, dvalue_block_);
+      if (problem_.dkey.defined()) Products::clear_block(head_dim_, padded, dkey_block_);
+      if (problem_.dvalue.defined()) Products::clear_block(value_dim_, padded, dvalue_block_);
       for (int h = 0; h < schedule_.pass_heads; ++h) {
         BiasReader<T> bias;
         if (problem_.bias.defined()) {
@@ -193,10 +193,6 @@ class BackwardUnit {
                   dquery + (plan.row_begin + row) * problem_.dquery.token_stride);
       }
     }
-  }
-
-  static void clear_block(int dim, float* block) {
-    fill_floats(block, static_cast<std::int64_t>(Products::block_size(dim)), 0.0f);
   }
 
   // Packs the chunk's rows of one head and what the softmax's derivative needs of them.
@@ -273,16 +269,10 @@ class BackwardUnit {
 
   // Of rows of out.
   float dot_rows(const T* a, const T* b) const {
-    float left[kMaxHeadDim], right[kMaxHeadDim];
-    convert_row(a, value_dim_, left);
-    convert_row(b, value_dim_, right);
-    const int padded = static_cast<int>(round_up(value_dim_, kLanes));
-    fill_floats(left + value_dim_, padded - value_dim_, 0.0f);
-    fill_floats(right + value_dim_, padded - value_dim_, 0.0f);
     Vec sum = hn::Zero(kFloats);
-    for (int i = 0; i < padded; i += kLanes) {
-      sum = hn::MulAdd(hn::LoadU(kFloats, left + i), hn::LoadU(kFloats, right + i), sum);
-    }
+    int i = 0;
+    for (; i + kLanes <= value_dim_; i += kLanes) sum = hn::MulAdd(load_floats(a + i), load_floats(b + i), sum);
+    if (i < value_dim_) sum = hn::MulAdd(load_first(a + i, value_dim_ - i), load_first(b + i, value_dim_ - i), sum);
     return hn::GetLane(hn::SumOfLanes(kFloats, sum));
   }
 

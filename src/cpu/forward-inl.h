@@ -87,14 +87,18 @@ class ForwardUnit {
           bias = BiasReader<T>(problem.bias, batch, head + h, plan);
           bias.load_block(first, count, bias_block_);
         }
-        for (int tile = 0; tile < plan.row_tiles(); ++tile) attend_tile(plan, h, tile, first, padded, bias);
+        const bool is_last = first + kKeyBlock >= plan.key_count;
+        const T* results = is_last ? head_tokens<T>(problem.out, batch, head + h) : nullptr;
+        for (int tile = 0; tile < plan.row_tiles(); ++tile) attend_tile(plan, h, tile, first, padded, bias, results);
       }
     }
     for (int h = 0; h < heads; ++h) finish(plan, batch, head + h, h);
   }
 
-  // One row tile of local head `h` against the packed keys, which are the listed ones from `first` on.
-  void attend_tile(const ChunkPlan& plan, int h, int row_tile, int first, int padded, const BiasReader<T>& bias) {
+  // One row tile of local head `h` against the packed keys, which are the listed ones from `first` on. `results`: the
+  // head's rows of out if they are written next, else null.
+  void attend_tile(const ChunkPlan& plan, int h, int row_tile, int first, int padded, const BiasReader<T>& bias,
+                   const T* results) {
     const int row_begin = row_tile * kForwardRowTile;
     const int rows = plan.rows - row_begin < kForwardRowTile ? plan.rows - row_begin : kForwardRowTile;
     const int key_tiles = padded / kTileKeys;
@@ -116,6 +120,9 @@ class ForwardUnit {
           make_scores(rule_, plan, row_begin + row, classes, key_tiles, first, bias, scores_ + row * kScoreStride);
       raise_maximum(block_maximum, out_stride_, &maxima_[at + row], &sums_[at + row],
                     out + static_cast<std::int64_t>(row) * out_stride_);
+      if (results != nullptr) {
+        prefetch_row<1>(results + (plan.row_begin + row_begin + row) * problem_->out.token_stride, value_dim_);
+      }
     }
     for (int row = 0; row < rows; ++row) {
       exponentiate<Products>(rule_, bias.defined(), classes, key_tiles, maxima_[at + row], scores_ + row * kScoreStride,

@@ -27,6 +27,14 @@ struct RowSource {
     if (i >= count || (present != nullptr && present[i] == 0)) return nullptr;
     return head + (index != nullptr ? index[i] : begin + i) * stride;
   }
+
+  // To be called for each row in turn: has one fetched that is read soon. Rows of a head lie a token apart, often on
+  // different pages, across which the hardware does not look ahead.
+  void prefetch_ahead(int i) const {
+    constexpr int kRowsAhead = 4;
+    const T* from = row(i + kRowsAhead);
+    if (from != nullptr) prefetch_row(from, head_dim);
+  }
 };
 
 // Listed keys [first, first + count) of a plan, as rows of `head`.
@@ -79,6 +87,7 @@ HWY_INLINE void transpose_rows(int padded_rows, int words, Fetch fetch, Word* HW
 // The row as floats: in place if it is float already and present, else in the buffer.
 template <typename T>
 HWY_INLINE const float* fetch_floats(const RowSource<T>& source, int row, float* buffer) {
+  source.prefetch_ahead(row);
   const T* from = source.row(row);
   if (from == nullptr) {
     fill_floats(buffer, source.head_dim, 0.0f);

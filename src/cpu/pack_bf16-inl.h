@@ -16,6 +16,7 @@ using Pair = std::uint32_t;  // the lower half is the earlier element
 
 // The row as `pairs` words, zero-filled beyond head_dim: in place where possible, else in the buffer.
 HWY_INLINE const Pair* fetch_pairs(const RowSource<Bf16>& source, int row, int pairs, Pair* buffer) {
+  source.prefetch_ahead(row);
   const Bf16* from = source.row(row);
   const bool in_place = source.head_dim == 2 * pairs && reinterpret_cast<std::uintptr_t>(from) % sizeof(Pair) == 0;
   if (from != nullptr && in_place) return reinterpret_cast<const Pair*>(from);

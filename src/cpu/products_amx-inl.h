@@ -166,6 +166,10 @@ struct AmxProducts {
     }
   }
   static std::size_t block_size(int head_dim) { return static_cast<std::size_t>(out_stride(head_dim) * kScoreStride); }
+  static void clear_block(int head_dim, int keys, float* block) {
+    for (int column = 0; column < out_stride(head_dim); ++column)
+      fill_floats(block + column * kScoreStride, keys, 0.0f);
+  }
 
   template <int kRowTile>
   static void accumulate_columns(const float* scores, int row_tile, int rows, const Packed* operand, int, int head_dim,

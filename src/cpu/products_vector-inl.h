@@ -211,6 +211,10 @@ struct VectorProducts {
   }
   static std::size_t block_size(int head_dim) { return static_cast<std::size_t>(kKeyBlock * out_stride(head_dim)); }
 
+  static void clear_block(int head_dim, int keys, float* block) {
+    fill_floats(block, static_cast<std::int64_t>(keys) * out_stride(head_dim), 0.0f);
+  }
+
   // block[key] += sum over the tile's rows of scores[row][key] * operand[row], for keys [begin, end).
   template <int kRowTile>
   static void accumulate_columns(const float* scores, int row_tile, int rows, const Packed* operand, int padded_rows,

@@ -35,9 +35,7 @@ class ListedRows {
     if (plan_ == nullptr) return;
     const int left = plan_->key_count - first_ - begin;
     for (int i = 0; i < (count < left ? count : left); ++i) {
-      const T* row = head_ + plan_->key(first_ + begin + i) * stride_;
-      constexpr int kCacheLine = 64 / sizeof(T);
-      for (int column = 0; column < head_dim_; column += kCacheLine) __builtin_prefetch(row + column, 0, 2);
+      prefetch_row<0, 2>(head_ + plan_->key(first_ + begin + i) * stride_, head_dim_);
     }
   }
 
