@@ -158,8 +158,9 @@ def _rounded(value: object) -> object:
 
 
 def slug(name: str) -> str:
-    """A name as part of a file's: "AMD EPYC 7763" -> "amd-epyc-7763"."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """A name as part of a file's: "Intel(R) Xeon(R) Processor" -> "intel-xeon-processor"."""
+    name = re.sub(r"\((r|tm)\)", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def command_line() -> list[str]:
