@@ -127,8 +127,8 @@ class DecodeUnit {
       more = ahead.advance(plans);
       if (!more) break;
       const Fetch fetch = fetch_of(plans, ahead);
-      fetch.keys.fetch(0, kDecodeBlock);
-      fetch.values.fetch(0, kDecodeBlock);
+      fetch.keys.fetch(kDecodeBlock);
+      fetch.values.fetch(kDecodeBlock);
     }
     while (step.advance(plans)) {
       more = more && ahead.advance(plans);
@@ -147,7 +147,7 @@ class DecodeUnit {
   }
 
   // `fetch`: on the way.
-  void attend_block(const Pass& pass, int first, Fetch fetch) {
+  void attend_block(const Pass& pass, int first, const Fetch& fetch) {
     const int left = pass.plan.key_count - first, count = left < kDecodeBlock ? left : kDecodeBlock;
     const T *keys[kDecodeBlock], *values[kDecodeBlock];
     for (int i = 0; i < count; ++i) {
@@ -155,15 +155,18 @@ class DecodeUnit {
       keys[i] = pass.keys + key * problem_->key.token_stride;
       values[i] = pass.values + key * problem_->value.token_stride;
     }
+    const T *next_keys[kDecodeBlock], *next_values[kDecodeBlock];
+    const T** keys_ahead = fetch.keys.rows(count, keys, next_keys);
+    const T** values_ahead = fetch.values.rows(count, values, next_values);
     for (int row = 0; row < pass_rows_; row += kForwardRowTile) {
       const int rows = pass_rows_ - row < kForwardRowTile ? pass_rows_ - row : kForwardRowTile;
       multiply_scores_in_place(pass.queries + static_cast<std::int64_t>(row) * query_stride_, query_stride_, rows, keys,
-                               count, head_dim_, fetch.keys, scores_);
+                               keys_ahead, count, head_dim_, scores_);
       exponentiate_rows(pass, row, rows, first, count);
-      accumulate_rows_in_place(scores_, rows, values, count, value_dim_, fetch.values,
+      accumulate_rows_in_place(scores_, rows, values, values_ahead, count, value_dim_,
                                pass.part.out + static_cast<std::int64_t>(row) * parts_->out_stride(),
                                parts_->out_stride());
-      fetch = {};  // once is enough
+      keys_ahead = values_ahead = nullptr;  // once is enough
     }
   }
 

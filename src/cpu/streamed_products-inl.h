@@ -30,16 +30,24 @@ class ListedRows {
   ListedRows(const ChunkPlan& plan, int first, const T* head, std::int64_t stride, int head_dim)
       : plan_(&plan), head_(head), stride_(stride), first_(first), head_dim_(head_dim) {}
 
-  // Rows [begin, begin + count), as far as they are listed.
-  HWY_INLINE void fetch(int begin, int count) const {
-    if (plan_ == nullptr) return;
-    const int left = plan_->key_count - first_ - begin;
-    for (int i = 0; i < (count < left ? count : left); ++i) {
-      prefetch_row<0, 2>(head_ + plan_->key(first_ + begin + i) * stride_, head_dim_);
-    }
+  // The first `count` rows, as far as they are listed, at once.
+  void fetch(int count) const {
+    const int left = plan_->key_count - first_;
+    for (int i = 0; i < (count < left ? count : left); ++i) prefetch_row<0, 2>(row(i), head_dim_);
+  }
+
+  // Where they lie, for products that have them fetched column by column: null if there are none at all. In the place
+  // of those that are not listed stand `others`, which the cache holds.
+  const T** rows(int count, const T* const* others, const T** to) const {
+    if (plan_ == nullptr) return nullptr;
+    const int left = plan_->key_count - first_;
+    for (int i = 0; i < count; ++i) to[i] = i < left ? row(i) : others[i];
+    return to;
   }
 
  private:
+  const T* row(int i) const { return head_ + plan_->key(first_ + i) * stride_; }
+
   const ChunkPlan* plan_ = nullptr;
   const T* head_ = nullptr;
   std::int64_t stride_ = 0;
@@ -105,10 +113,11 @@ HWY_INLINE hn::Vec<FourFloats> sum_lanes(Vec a, Vec b, Vec c, Vec d) {
                                      hn::BitCast(kFloats, hn::InterleaveUpper(pairs, ab, cd))));
 }
 
-// scores[query][0 to 3] = queries[query] . keys[0 to 3].
+// scores[query][0 to 3] = queries[query] . keys[0 to 3]. Rows `ahead`, if not null, are fetched on the way: as many
+// lines as are read, so that neither waits for the other.
 template <int kQueries, typename T, typename Query>
 HWY_INLINE void multiply_key_group(const Query* HWY_RESTRICT queries, std::ptrdiff_t query_stride, const T* const* keys,
-                                   int head_dim, float* HWY_RESTRICT scores) {
+                                   const T* const* ahead, int head_dim, float* HWY_RESTRICT scores) {
   using Math = Streamed<T>;
   Vec sums[kQueries][kKeyGroup];
   for (int query = 0; query < kQueries; ++query) {
@@ -118,6 +127,9 @@ HWY_INLINE void multiply_key_group(const Query* HWY_RESTRICT queries, std::ptrdi
     typename Math::Columns columns[kKeyGroup];
     HWY_UNROLL(4)
     for (int key = 0; key < kKeyGroup; ++key) columns[key] = load(keys[key] + column, head_dim - column);
+    if (ahead != nullptr) {
+      for (int key = 0; key < kKeyGroup; ++key) __builtin_prefetch(ahead[key] + column, 0, 2);
+    }
     HWY_UNROLL(4)
     for (int query = 0; query < kQueries; ++query) {
       const auto factor = Math::load(queries + query * query_stride + column);
@@ -144,25 +156,30 @@ HWY_INLINE void multiply_key_group(const Query* HWY_RESTRICT queries, std::ptrdi
 // The same for any number of queries.
 template <int kQueries = kQueryBlock, typename T, typename Query>
 HWY_INLINE void multiply_queries(const Query* queries, std::ptrdiff_t query_stride, int rows, const T* const* keys,
-                                 int head_dim, float* scores) {
+                                 const T* const* ahead, int head_dim, float* scores) {
   for (; rows >= kQueries; rows -= kQueries, queries += kQueries * query_stride, scores += kQueries * kScoreStride) {
-    multiply_key_group<kQueries>(queries, query_stride, keys, head_dim, scores);
+    multiply_key_group<kQueries>(queries, query_stride, keys, ahead, head_dim, scores);
+    ahead = nullptr;  // once is enough
   }
   if constexpr (kQueries > 1) {
-    if (rows > 0) multiply_queries<kQueries / 2>(queries, query_stride, rows, keys, head_dim, scores);
+    if (rows > 0) multiply_queries<kQueries / 2>(queries, query_stride, rows, keys, ahead, head_dim, scores);
   }
 }
 
 // scores[row][key] = queries[row] . keys[key] for `count` keys, and zeros up to the end of the tile. `keys` has room
-// for whole groups: the last key stands in for those that are missing. `next` is fetched on the way.
+// for whole groups, as has `ahead` (null: none), whose rows are fetched on the way: the last key stands in for those
+// that are missing.
 template <typename T, typename Query>
 HWY_NOINLINE void multiply_scores_in_place(const Query* queries, std::ptrdiff_t query_stride, int rows, const T** keys,
-                                           int count, int head_dim, const ListedRows<T>& next, float* scores) {
-  for (int key = count; key % kKeyGroup != 0; ++key) keys[key] = keys[count - 1];
+                                           const T** ahead, int count, int head_dim, float* scores) {
+  for (int key = count; key % kKeyGroup != 0; ++key) {
+    keys[key] = keys[count - 1];
+    if (ahead != nullptr) ahead[key] = ahead[count - 1];
+  }
   int key = 0;
   for (; key < count; key += kKeyGroup) {
-    next.fetch(key, kKeyGroup);
-    multiply_queries(queries, query_stride, rows, keys + key, head_dim, scores + key);
+    multiply_queries(queries, query_stride, rows, keys + key, ahead != nullptr ? ahead + key : nullptr, head_dim,
+                     scores + key);
   }
   for (; key % kTileKeys != 0; ++key) {
     for (int row = 0; row < rows; ++row) scores[row * kScoreStride + key] = 0.0f;
@@ -173,14 +190,15 @@ HWY_NOINLINE void multiply_scores_in_place(const Query* queries, std::ptrdiff_t 
 // last vector may have fewer columns (`load`). Sums of a block of keys begin at 0, so that long sums of short ones
 // round less than one that is longer still.
 template <int kRows, int kVectors, typename T, typename Load>
-HWY_INLINE void accumulate_columns(const float* HWY_RESTRICT weights, const T* const* values, int count, int column,
-                                   Load load, ListedRows<T> next, float* HWY_RESTRICT out, std::ptrdiff_t out_stride) {
+HWY_INLINE void accumulate_columns(const float* HWY_RESTRICT weights, const T* const* values, const T* const* ahead,
+                                   int count, int column, Load load, float* HWY_RESTRICT out,
+                                   std::ptrdiff_t out_stride) {
   Vec sums[kRows][kVectors];
   for (int row = 0; row < kRows; ++row) {
     for (int v = 0; v < kVectors; ++v) sums[row][v] = hn::Zero(kFloats);
   }
   for (int key = 0; key < count; ++key) {
-    next.fetch(key, 1);
+    if (ahead != nullptr) prefetch_row<0, 2>(ahead[key] + column, kVectors * kLanes);
     Vec columns[kVectors];
     HWY_UNROLL(8)
     for (int v = 0; v < kVectors; ++v) columns[v] = load(values[key] + column + v * kLanes);
@@ -203,34 +221,34 @@ HWY_INLINE void accumulate_columns(const float* HWY_RESTRICT weights, const T* c
 
 // All columns from `column` on.
 template <int kRows, int kVectors, typename T>
-HWY_INLINE void accumulate_all_columns(const float* weights, const T* const* values, int count, int column,
-                                       int head_dim, ListedRows<T> next, float* out, std::ptrdiff_t out_stride) {
+HWY_INLINE void accumulate_all_columns(const float* weights, const T* const* values, const T* const* ahead, int count,
+                                       int column, int head_dim, float* out, std::ptrdiff_t out_stride) {
   for (; column + kVectors * kLanes <= head_dim; column += kVectors * kLanes) {
     accumulate_columns<kRows, kVectors>(
-        weights, values, count, column, [](const T* from) HWY_ATTR { return load_floats(from); }, next, out,
+        weights, values, ahead, count, column, [](const T* from) HWY_ATTR { return load_floats(from); }, out,
         out_stride);
-    next = {};  // once is enough
   }
   if constexpr (kVectors > 1) {
-    accumulate_all_columns<kRows, kVectors / 2>(weights, values, count, column, head_dim, next, out, out_stride);
+    accumulate_all_columns<kRows, kVectors / 2>(weights, values, ahead, count, column, head_dim, out, out_stride);
   } else if (column < head_dim) {
     accumulate_columns<kRows, 1>(
-        weights, values, count, column, [&](const T* from) HWY_ATTR { return load_first(from, head_dim - column); },
-        next, out, out_stride);
+        weights, values, ahead, count, column,
+        [&](const T* from) HWY_ATTR { return load_first(from, head_dim - column); }, out, out_stride);
   }
 }
 
 // out[row] += sum over `count` keys of weights[row][key] * values[key].
 template <int kRows = kQueryBlock, typename T>
-HWY_NOINLINE void accumulate_rows_in_place(const float* weights, int rows, const T* const* values, int count,
-                                           int head_dim, ListedRows<T> next, float* out, std::ptrdiff_t out_stride) {
+HWY_NOINLINE void accumulate_rows_in_place(const float* weights, int rows, const T* const* values,
+                                           const T* const* ahead, int count, int head_dim, float* out,
+                                           std::ptrdiff_t out_stride) {
   constexpr int kVectors = kRows == 1 ? 8 : kQueryBlock == 4 ? 16 / kRows : 8 / kRows;
   for (; rows >= kRows; rows -= kRows, weights += kRows * kScoreStride, out += kRows * out_stride) {
-    accumulate_all_columns<kRows, kVectors>(weights, values, count, 0, head_dim, next, out, out_stride);
-    next = {};
+    accumulate_all_columns<kRows, kVectors>(weights, values, ahead, count, 0, head_dim, out, out_stride);
+    ahead = nullptr;  // once is enough
   }
   if constexpr (kRows > 1) {
-    if (rows > 0) accumulate_rows_in_place<kRows / 2>(weights, rows, values, count, head_dim, next, out, out_stride);
+    if (rows > 0) accumulate_rows_in_place<kRows / 2>(weights, rows, values, ahead, count, head_dim, out, out_stride);
   }
 }
 
