@@ -126,38 +126,36 @@ class DecodeUnit {
     for (int i = 0; i < kStepsAhead && more; ++i) {
       more = ahead.advance(plans);
       if (!more) break;
-      const Fetch fetch = fetch_of(plans, ahead);
-      fetch.keys.fetch(kDecodeBlock);
-      fetch.values.fetch(kDecodeBlock);
+      const BlockRows later = block_rows(make_pass(plans, ahead.pass), ahead.first);
+      later.keys.fetch(kDecodeBlock);
+      later.values.fetch(kDecodeBlock);
     }
     while (step.advance(plans)) {
       more = more && ahead.advance(plans);
-      attend_block(make_pass(plans, step.pass), step.first, more ? fetch_of(plans, ahead) : Fetch());
+      attend_block(make_pass(plans, step.pass), step.first,
+                   more ? block_rows(make_pass(plans, ahead.pass), ahead.first) : BlockRows());
     }
   }
 
-  // Rows of a later step.
-  struct Fetch {
+  // Rows of the listed keys of a pass from `first` on.
+  struct BlockRows {
     ListedRows<T> keys, values;
   };
-  Fetch fetch_of(const DecodePlans& plans, const Step& step) const {
-    const Pass pass = make_pass(plans, step.pass);
-    return {ListedRows<T>(pass.plan, step.first, pass.keys, problem_->key.token_stride, head_dim_),
-            ListedRows<T>(pass.plan, step.first, pass.values, problem_->value.token_stride, value_dim_)};
+  BlockRows block_rows(const Pass& pass, int first) const {
+    return {ListedRows<T>(pass.plan, first, pass.keys, problem_->key.token_stride, head_dim_),
+            ListedRows<T>(pass.plan, first, pass.values, problem_->value.token_stride, value_dim_)};
   }
 
-  // `fetch`: on the way.
-  void attend_block(const Pass& pass, int first, const Fetch& fetch) {
+  // `later`: rows that are fetched on the way.
+  void attend_block(const Pass& pass, int first, const BlockRows& later) {
     const int left = pass.plan.key_count - first, count = left < kDecodeBlock ? left : kDecodeBlock;
     const T *keys[kDecodeBlock], *values[kDecodeBlock];
-    for (int i = 0; i < count; ++i) {
-      const std::int64_t key = pass.plan.key(first + i);
-      keys[i] = pass.keys + key * problem_->key.token_stride;
-      values[i] = pass.values + key * problem_->value.token_stride;
-    }
-    const T *next_keys[kDecodeBlock], *next_values[kDecodeBlock];
-    const T** keys_ahead = fetch.keys.rows(count, keys, next_keys);
-    const T** values_ahead = fetch.values.rows(count, values, next_values);
+    const BlockRows own = block_rows(pass, first);
+    own.keys.rows(count, nullptr, keys);
+    own.values.rows(count, nullptr, values);
+    const T *later_keys[kDecodeBlock], *later_values[kDecodeBlock];
+    const T** keys_ahead = later.keys.rows(count, keys, later_keys);
+    const T** values_ahead = later.values.rows(count, values, later_values);
     for (int row = 0; row < pass_rows_; row += kForwardRowTile) {
       const int rows = pass_rows_ - row < kForwardRowTile ? pass_rows_ - row : kForwardRowTile;
       multiply_scores_in_place(pass.queries + static_cast<std::int64_t>(row) * query_stride_, query_stride_, rows, keys,

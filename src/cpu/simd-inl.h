@@ -143,12 +143,15 @@ HWY_INLINE void store_row(const float* HWY_RESTRICT from, float factor, std::int
   }
 }
 
+// Elements of a cache line.
+template <typename T>
+constexpr int kLineElements = 64 / sizeof(T);
+
 // Has the cache lines of `count` elements fetched: into the L1 cache (kLocality 3) or the L2 cache (2), to be read or
 // written (kWrite 1).
 template <int kWrite = 0, int kLocality = 3, typename T>
 HWY_INLINE void prefetch_row(const T* row, std::int64_t count) {
-  constexpr std::int64_t kCacheLine = 64 / sizeof(T);
-  for (std::int64_t i = 0; i < count; i += kCacheLine) __builtin_prefetch(row + i, kWrite, kLocality);
+  for (std::int64_t i = 0; i < count; i += kLineElements<T>) __builtin_prefetch(row + i, kWrite, kLocality);
 }
 
 HWY_INLINE void fill_floats(float* to, std::int64_t count, float value) {

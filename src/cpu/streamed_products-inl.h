@@ -36,8 +36,8 @@ class ListedRows {
     for (int i = 0; i < (count < left ? count : left); ++i) prefetch_row<0, 2>(row(i), head_dim_);
   }
 
-  // Where they lie, for products that have them fetched column by column: null if there are none at all. In the place
-  // of those that are not listed stand `others`, which the cache holds.
+  // Where the first `count` lie: null if there are no rows at all. In the place of those that are not listed stand
+  // `others`, null if all are.
   const T** rows(int count, const T* const* others, const T** to) const {
     if (plan_ == nullptr) return nullptr;
     const int left = plan_->key_count - first_;
@@ -127,7 +127,7 @@ HWY_INLINE void multiply_key_group(const Query* HWY_RESTRICT queries, std::ptrdi
     typename Math::Columns columns[kKeyGroup];
     HWY_UNROLL(4)
     for (int key = 0; key < kKeyGroup; ++key) columns[key] = load(keys[key] + column, head_dim - column);
-    if (ahead != nullptr) {
+    if (ahead != nullptr && column % kLineElements<T> == 0) {
       for (int key = 0; key < kKeyGroup; ++key) __builtin_prefetch(ahead[key] + column, 0, 2);
     }
     HWY_UNROLL(4)
