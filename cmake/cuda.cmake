@@ -139,6 +139,7 @@ set(cuda_sources
     src/cuda/attention/backward_call.cpp
     src/cuda/attention/backward_scratch.cpp
     src/cuda/attention/call.cpp
+    src/cuda/attention/key_tile_order.cpp
     src/cuda/backend.cpp
     src/cuda/backend_table.cpp
     src/cuda/decode/decode.cpp

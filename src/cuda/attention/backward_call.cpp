@@ -31,10 +31,11 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.wants_dvalue = problem.dvalue.defined();
   params.uses_sums = scratch.wants_sums;
   params.stored = scratch.key_sums.stored;
-  if (scratch.tiles.stays) {
+  if (scratch.tiles.stays()) {
     params.works = scratch.works;
     params.works.last = scratch.order;
     params.works.taken = &scratch.counters->taken_works;
+    params.tile_order = scratch.tile_order;
   } else {
     params.order.blocks = scratch.order;
   }

@@ -7,6 +7,7 @@
 #include "cuda/attention/call.h"
 #include "cuda/attention/head_dims.h"
 #include "cuda/attention/key_block.h"
+#include "cuda/attention/key_tile_order.h"
 #include "cuda/attention/key_works.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -33,6 +34,7 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   const std::size_t before = arena->used();
   counters = arena->take<BackwardCounters>(1);
   if (takes_turns()) arrange_turns(problem, row_tiles, arena);
+  if (tiles.stays() && !takes_turns() && !prepared.planned) arrange_tile_order(problem, arena);
   const std::int64_t keys = problem.batch * problem.key_heads * problem.keys;
   key_sums.tile_keys = tiles.keys;
   if (prepared.planned) key_sums.marks = arena->take<std::uint8_t>(static_cast<std::size_t>(keys));
@@ -85,10 +87,11 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
   // Works that wait for turns come as they are numbered.
   order = take_order(prepared.planned && orders && !takes_turns(), arena);
   const bool own_lists = prepared.planned && prepared.plan.head_divisor < group;
-  const bool few = key_blocks < few_blocks && !deterministic;
+  // Blocks that stay divide tiles otherwise (arrange_tile_order).
+  const bool few = key_blocks < few_blocks && !deterministic && (prepared.planned || !tiles.stays());
   splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
   wants_sums = prepared.planned || splits > 1;
-  if (tiles.stays && prepared.planned) {
+  if (tiles.stays() && prepared.planned) {
     const std::int64_t entries = key_work_entries(problem.batch, problem.key_heads, splits, prepared.plan.chunk_count);
     works.starts = arena->take<std::int32_t>(static_cast<std::size_t>(entries + 1));
     works.first_tiles = arena->take<std::int32_t>(static_cast<std::size_t>(entries));
@@ -104,6 +107,22 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
   launch_chunks = static_cast<std::int32_t>(
       std::clamp<std::int64_t>((kManyBlocks + chunk_blocks - 1) / chunk_blocks, 1, prepared.plan.chunk_count));
   key_sums.colors = launch_chunks * splits;
+}
+
+void BackwardScratch::arrange_tile_order(const BackwardProblem& problem, Arena* arena) {
+  // From a work's last step to the next one's first it takes as long as three steps of 64 rows.
+  constexpr double kWorkRows = 3 * 64;
+  const KeyTiles keys = {.heads = problem.batch * problem.key_heads * splits,
+                         .tiles = (problem.keys + tiles.keys - 1) / tiles.keys,
+                         .steps = (problem.rows + tiles.rows - 1) / tiles.rows * (problem.group() / splits),
+                         .work_steps = kWorkRows / tiles.rows,
+                         .is_causal = problem.visibility.is_causal};
+  tile_order = order_key_tiles(keys, tiles.stays_on);
+  const auto cut = static_cast<std::size_t>(cut_tiles(keys, tile_order));
+  if (cut == 0) return;
+  const auto width = static_cast<std::size_t>(bucket_of(wider_head_dim(problem)));
+  tile_order.added = arena->take<std::int32_t>(cut * kMostTileWarps);
+  tile_order.sums = arena->take_aligned<float>(cut * 2 * static_cast<std::size_t>(tiles.keys) * width, kLineBytes);
 }
 
 void BackwardScratch::arrange_bias(const BackwardProblem& problem, Arena* arena) {

@@ -12,11 +12,13 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Traits of a family: rows of a step and keys of a block of its backward, and whether a block stays for many tiles of
-// keys. Facts of rows, and sums of dquery, are padded to whole tiles of rows.
+// Of a family: rows of a step and keys of a block of its backward, and on how many multiprocessors blocks stay, one on
+// each, for many tiles of keys (0: they do not stay). Facts of rows, and sums of dquery, are padded to whole tiles of
+// rows.
 struct BackwardTiles {
   int rows, keys;
-  bool stays = false;
+  int stays_on = 0;
+  bool stays() const { return stays_on > 0; }
 };
 
 struct BackwardCounters {
@@ -36,8 +38,8 @@ struct BackwardScratch {
   PreparedVisibility prepared;
   BackwardTiles tiles = {};
   RowFacts* row_facts = nullptr;
-  // From `counters` on so many bytes are cleared before all else: counters, turns, marks of keys and sums of the bias,
-  // if these are not in the gradient itself.
+  // From `counters` on so many bytes are cleared before all else: counters, turns, sums of tiles of keys that are cut,
+  // marks of keys and sums of the bias, if these are not in the gradient itself.
   BackwardCounters* counters = nullptr;
   std::size_t cleared_bytes = 0;
   RowStats* row_stats = nullptr;  // with a sink: as in RowPass
@@ -46,6 +48,7 @@ struct BackwardScratch {
   KeyGradientSums key_sums;       // its `stored` as in BackwardParams
   std::int32_t* order = nullptr;  // as in BlockOrder, or KeyWorks::last
   KeyWorks works;                 // without its `last` and `taken`
+  KeyTileOrder tile_order;
   std::size_t key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0;
   bool wants_sums = false;
@@ -59,7 +62,7 @@ struct BackwardScratch {
   void arrange(const BackwardProblem& problem, BackwardTiles tiles, Arena* arena);
 
   // Whether blocks wait for their turn to add to sums (SumTurns). Else a deterministic backward has passes of its own.
-  bool takes_turns() const { return deterministic && tiles.stays; }
+  bool takes_turns() const { return deterministic && tiles.stays(); }
 
   // That no launch has more blocks of keys than a grid may.
   Status check_key_blocks(const BackwardProblem& problem) const;
@@ -67,6 +70,7 @@ struct BackwardScratch {
  private:
   void arrange_turns(const BackwardProblem& problem, std::int64_t row_tiles, Arena* arena);
   void arrange_order(const BackwardProblem& problem, Arena* arena);
+  void arrange_tile_order(const BackwardProblem& problem, Arena* arena);
   // Of a launch that takes the lists of so many chunks.
   std::int64_t count_key_blocks(const BackwardProblem& problem, std::int64_t chunks) const;
   void arrange_bias(const BackwardProblem& problem, Arena* arena);

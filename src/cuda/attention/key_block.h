@@ -10,6 +10,7 @@ struct alignas(8) KeyBlock {
   int plan_chunk;                             // planned: the first of them, in the plan
   int tile;                                   // of kTileKeys: in the chunk's list, or of all keys
   int color;                                  // of the sums it adds to
+  int cut = -1, segment = 0;                  // which of the tiles that are cut, -1: not one, and its segment
   bool listed;                                // tile of a list
   bool stores;                                // results, instead of adding to sums
   bool exists;

@@ -34,13 +34,20 @@ __device__ inline int entry_of(const BackwardParams& params, const KeyBlock& blo
   return first_entry_of_share(params, block) + (block.listed ? 1 + block.first_chunk - params.first_chunk : 0);
 }
 
-// What comes at a place: the number of a work or, without a plan, of a tile of keys; or
+// What comes at a place: the number of a work; or
 constexpr int kNoWork = -1, kNoMoreWorks = -2;
+
+// Without a plan, the works of so many key heads: tiles of keys, or segments of those that are cut (KeyTileOrder).
+template <int kTileKeys>
+__host__ __device__ inline int unplanned_works(const BackwardParams& params, int key_heads) {
+  const int tiles = key_heads * params.splits * range_tiles<kTileKeys>(params), first_cut = params.tile_order.first_cut;
+  return tiles <= first_cut ? tiles : first_cut + (tiles - first_cut) * params.tile_order.segments;
+}
 
 // Works before the first one of a key head, of all batch elements.
 template <int kTileKeys, bool kPlanned>
 __device__ inline int works_before(const BackwardParams& params, int key_head) {
-  if constexpr (!kPlanned) return key_head * params.splits * range_tiles<kTileKeys>(params);
+  if constexpr (!kPlanned) return unplanned_works<kTileKeys>(params, key_head);
   return params.works.starts[key_head * params.splits * key_work_lists(params)];
 }
 
@@ -64,11 +71,24 @@ __device__ inline int key_work(const BackwardParams& params, int place) {
   return place < works_before<kTileKeys, kPlanned>(params, params.batch * params.key_heads) ? place : kNoMoreWorks;
 }
 
+// The number of the tile of keys that comes `place`-th.
+template <int kTileKeys>
+__device__ inline int tile_in_order(const BackwardParams& params, int place) {
+  const int tiles = range_tiles<kTileKeys>(params), heads = params.batch * params.key_heads * params.splits;
+  const int woven = params.tile_order.woven_heads, past = place - (heads - woven) * tiles;
+  return past < 0 ? place : (heads - woven + past % woven) * tiles + past / woven;
+}
+
 // What a block owns that has taken this work.
 template <int kTileKeys, bool kPlanned>
 __device__ inline KeyBlock block_of_work(const BackwardParams& params, int work) {
-  if constexpr (!kPlanned) return key_block<kTileKeys, kPlanned>(params, static_cast<unsigned>(work));
-  return params.works.blocks[work];
+  if constexpr (kPlanned) return params.works.blocks[work];
+  const KeyTileOrder& order = params.tile_order;
+  const int past = max(work - order.first_cut, 0), cut = past / order.segments;
+  const int tile = tile_in_order<kTileKeys>(params, min(work, order.first_cut) + cut);
+  KeyBlock block = key_block<kTileKeys, kPlanned>(params, static_cast<unsigned>(tile));
+  if (work >= order.first_cut) block.cut = cut, block.segment = past % order.segments;
+  return block;
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -70,6 +70,21 @@ struct KeyWorks {
   std::int32_t* taken = nullptr;  // counts works that are taken, besides the first one of each block
 };
 
+// How a backward without a plan or turns deals its tiles of keys, which are numbered head by head, to blocks that stay
+// (key_tile_order.h).
+struct KeyTileOrder {
+  // The last tiles, of so many key heads (or shares of their query heads), come by turns, a tile of each, those that
+  // the most rows see first.
+  std::int32_t woven_heads = 0;
+  // The steps of tiles from this one on, in the order of the above, are divided among so many works each: segments.
+  std::int32_t first_cut = 0x7fffffff, segments = 1;
+  // Sums of the segments of tiles that are cut, (tiles, 2, tile in the order of the kernel's registers), and how many
+  // of them each warp has added, (tiles, kMostTileWarps): 0 at first.
+  float* sums = nullptr;
+  std::int32_t* added = nullptr;
+};
+constexpr int kMostTileWarps = 8;
+
 // Whose turn it is to add to sums, in a deterministic backward whose blocks stay. The arrays are 0 at first.
 struct SumTurns {
   // (dquery colors, B, H, row tiles): the last tile of keys of its entry (key_works.cuh) that has added its part,
@@ -154,6 +169,7 @@ struct BackwardParams : AttentionParams {
   std::int32_t splits = 1;  // blocks of one tile of keys, each with some of the group's heads
   KeyWorks works;           // of families whose blocks stay (BackwardTiles)
   SumTurns turns;           // likewise
+  KeyTileOrder tile_order;  // likewise
 
   // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.
   std::int32_t first_chunk = 0, chunk_limit = 0;

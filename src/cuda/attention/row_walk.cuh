@@ -22,8 +22,9 @@ struct RowWalk {
     __device__ int first_row() const { return row_tile * kTileRows; }
   };
 
-  // Dense: `position` is the next tile of rows. Planned: the chunks from `position` on were looked at together, a lane
-  // each; bits of `chunks` and of `tiles` say which of them, and which tiles of the last one taken, are left.
+  // Dense: `position` is the next tile of rows, and `tiles` steps are left. Planned: the chunks from `position` on were
+  // looked at together, a lane each; bits of `chunks` and of `tiles` say which of them, and which tiles of the last one
+  // taken, are left.
   struct State {
     int head, position;
     std::uint32_t chunks, chunk, tiles, full;
@@ -38,7 +39,7 @@ struct RowWalk {
       look_at_chunks(params, block, block.first_chunk);
       if (threadIdx.x % 32 == 0) state = {block.first_head, block.first_chunk, seen_chunks, 0, 0, 0};
     } else {
-      if (threadIdx.x % 32 == 0) state = {block.first_head, first_row_tile(params, block, existing), 0, 0, 0, 0};
+      if (threadIdx.x % 32 == 0) state = first_dense(params, block, existing);
     }
     __syncwarp();
   }
@@ -85,12 +86,27 @@ struct RowWalk {
   }
 
  private:
+  // Of all steps of the tile of keys, those of the block's segment.
+  __device__ static State first_dense(const BackwardParams& params, const KeyBlock& block, int existing) {
+    const int first_tile = first_row_tile(params, block, existing), tiles = row_tiles(params) - first_tile;
+    const int steps = tiles * (block.end_head - block.first_head);
+    if (block.cut < 0 || steps == 0) {
+      return {block.first_head, first_tile, 0, 0, static_cast<std::uint32_t>(steps), 0};
+    }
+    const std::int64_t segments = params.tile_order.segments;
+    const auto begin = static_cast<int>(steps * std::int64_t{block.segment} / segments),
+               end = static_cast<int>(steps * (block.segment + std::int64_t{1}) / segments);
+    return {
+        block.first_head + begin / tiles, first_tile + begin % tiles, 0, 0, static_cast<std::uint32_t>(end - begin), 0};
+  }
+
   __device__ static Step next_dense(const BackwardParams& params, const KeyBlock& block, int existing, State& at) {
+    if (at.tiles == 0) return {0, -1, false};
+    --at.tiles;
     if (at.position >= row_tiles(params)) {
       at.position = first_row_tile(params, block, existing);
       ++at.head;
     }
-    if (at.head >= block.end_head || at.position >= row_tiles(params)) return {0, -1, false};
     return {at.head, at.position++, false};
   }
 

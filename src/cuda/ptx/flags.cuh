@@ -19,4 +19,11 @@ __device__ inline void add_releasing(std::int32_t* flag, std::int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// Says what the number was. Both of the above: what others have done before they added to it is seen, too.
+__device__ inline std::int32_t add_releasing_and_acquiring(std::int32_t* flag, std::int32_t value) {
+  std::int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(flag), "r"(value) : "memory");
+  return before;
+}
+
 }  // namespace flash_dmattn::internal::cuda

@@ -35,12 +35,14 @@ struct BackwardConfig {
 
   // Of consumers that own keys, all measured:
   // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow;
-  // whether a turn at the tensor cores goes on to the next step's scores;
+  // whether a turn at the tensor cores goes on to the next step's scores, and if so whether it ends there, and not when
+  // gradients of queries have been added;
   // whether it is found where sums of queries lie before the products are waited for;
   // whether a stage is handed back before gradients of queries are added, and not after that;
   // whether the next step is asked for before the products for values, and not after them.
   static constexpr int kEarlyPairs = kHeadDim <= 64 ? 2 : kHeadDim <= 96 ? 8 : 6;
-  static constexpr bool kLongTurns = kHeadDim > 64, kFindsSumsEarly = kHeadDim <= 96;
+  static constexpr bool kLongTurns = kHeadDim > 64, kEndsTurnsAtScores = kHeadDim == 96;
+  static constexpr bool kFindsSumsEarly = kHeadDim <= 96;
   static constexpr bool kReleasesEarly = kHeadDim != 96;
   static constexpr bool asks_early(bool planned) { return kHeadDim == 96 || (kHeadDim == 128 && planned); }
 

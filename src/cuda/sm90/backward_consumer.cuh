@@ -49,8 +49,15 @@ struct BackwardConsumer {
   }
 
   // `any`: there is something to add.
-  __device__ void store_results(bool any) const {
+  __device__ void store_results(bool any) {
     const BackwardParams& params = steps.block.params;
+    if (steps.is_segment()) {
+      if (any && params.wants_dkey) steps.add_segment(dkeys, 0);
+      if (any && params.wants_dvalue) steps.add_segment(dvalues, 1);
+      if (!steps.is_last_segment()) return;
+      if (params.wants_dkey) steps.take_segments(dkeys, 0);
+      if (params.wants_dvalue) steps.take_segments(dvalues, 1);
+    }
     if (!steps.stores()) {
       steps.await_turn_of_keys();
       if (any && params.wants_dkey) steps.add_up(dkeys, params.dkey_sums, params.score.scale);
@@ -128,7 +135,7 @@ struct BackwardConsumer {
           steps.pass_turn(last_number);
         }
         if (!releases_early) steps.release(own_stage);
-        if (Config::kLongTurns) pass_turn();
+        if (Config::kLongTurns && !Config::kEndsTurnsAtScores) pass_turn();
       };
       // From here on of the next step, if there is one.
       steps.mark = next_mark;
@@ -136,10 +143,12 @@ struct BackwardConsumer {
       wgmma_wait<0>();
       settle(dqueries);
       if (!steps.has(Facts::kExists)) {
+        if (Config::kEndsTurnsAtScores) pass_turn();
         end_step();
         break;
       }
       steps.multiply(steps.scores, steps.block.keys, steps.queries());
+      if (Config::kEndsTurnsAtScores) pass_turn();
       end_step();
     }
     add_last_query_gradients(tile);

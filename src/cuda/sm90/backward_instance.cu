@@ -12,7 +12,8 @@ template <typename Element, int kHeadDim, bool kPlanned>
 cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardMaps& maps, cudaStream_t stream) {
   using Block = BackwardBlock<Element, kHeadDim, kPlanned>;
   using Config = typename Block::Config;
-  const std::int64_t works = key_blocks<Config::kTileKeys, kPlanned>(params);
+  const std::int64_t works = kPlanned ? key_blocks<Config::kTileKeys, true>(params)
+                                      : unplanned_works<Config::kTileKeys>(params, params.batch * params.key_heads);
   // After the pass over rows, which lets it begin.
   const LaunchShape shape = {.blocks = std::min<std::int64_t>(works, params.processors),
                              .threads = Config::kThreads,

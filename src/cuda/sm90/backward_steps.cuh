@@ -392,6 +392,44 @@ struct BackwardSteps {
                           sums + keys.color * block.params.key_color_stride, factor);
   }
 
+  // ---- A tile whose steps are divided among several works, its segments. Each adds its gradients to sums, which lie
+  // in the order of the registers; whichever comes last takes the sums, and stores them as its own.
+
+  __device__ bool is_segment() const { return !Block::kPlanned && work().block.cut >= 0; }
+  // The thread's first sums of gradient `which` of two.
+  __device__ float* segment_sums(int which) const {
+    const std::int64_t tile = std::int64_t{work().block.cut} * 2 + which;
+    return rare_params().tile_order.sums + (tile * Config::kTileKeys + warp_key()) * kHeadDim + lane() * 4;
+  }
+  __device__ void add_segment(const float (&gradient)[1][kDimNTiles][4], int which) const {
+    float* sums = segment_sums(which);
+#pragma unroll
+    for (int n = 0; n < kDimNTiles; ++n) {
+      const float(&four)[4] = gradient[0][n];
+      add_to_global(sums + n * 128, four[0], four[1], four[2], four[3]);
+    }
+  }
+  __device__ void take_segments(float (&gradient)[1][kDimNTiles][4], int which) const {
+    const auto* sums = reinterpret_cast<const float4*>(segment_sums(which));
+#pragma unroll
+    for (int n = 0; n < kDimNTiles; ++n) {
+      const float4 four = __ldcg(sums + n * 32);
+      gradient[0][n][0] = four.x, gradient[0][n][1] = four.y, gradient[0][n][2] = four.z, gradient[0][n][3] = four.w;
+    }
+  }
+  // Of the warp, once it has added: whether those of all other segments have.
+  __device__ bool is_last_segment() const {
+    const KeyTileOrder& order = rare_params().tile_order;
+    std::int32_t before = 0;
+    __syncwarp();
+    if (lane() == 0) {
+      before = add_releasing_and_acquiring(order.added + work().block.cut * kMostTileWarps + 4 * group + warp(), 1);
+    }
+    before = __shfl_sync(~0u, before, 0);
+    __syncwarp();
+    return before == order.segments - 1;
+  }
+
   // `columns`: of the target.
   __device__ void store(const float (&gradient)[1][kDimNTiles][4], const TokenView& target, int columns,
                         float factor) const {

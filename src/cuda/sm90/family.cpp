@@ -154,30 +154,31 @@ bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
          is_aligned(problem.value) && has_whole_pieces(problem);
 }
 
-BackwardTiles tiles_of(const BackwardProblem& problem) {
-  return with_bucket(wider_head_dim(problem), []<int kHeadDim>() {
+BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
+  return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
     using Config = sm90::BackwardConfig<kHeadDim>;
-    return BackwardTiles{.rows = Config::kTileRows, .keys = Config::kTileKeys, .stays = true};
+    return BackwardTiles{.rows = Config::kTileRows, .keys = Config::kTileKeys, .stays_on = gpu.processors};
   });
 }
 
-Status arrange_backward(const BackwardProblem& problem, const Gpu&, std::size_t* bytes) {
-  return arrange_backward(problem, tiles_of(problem), bytes);
+Status arrange_backward(const BackwardProblem& problem, const Gpu& gpu, std::size_t* bytes) {
+  return arrange_backward(problem, tiles_of(problem, gpu), bytes);
 }
 
-CUresult make_maps(const BackwardProblem& problem, sm90::BackwardMaps* maps) {
+CUresult make_maps(const BackwardProblem& problem, const BackwardTiles& tiles, sm90::BackwardMaps* maps) {
   const auto make = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
-    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.rows, problem.heads, columns,
-                                 tiles_of(problem).rows, map);
+    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.rows, problem.heads, columns, tiles.rows,
+                                 map);
   };
   const CUresult result = make(problem.query, problem.head_dim, &maps->query);
   return result != CUDA_SUCCESS ? result : make(problem.dout, problem.value_dim, &maps->dout);
 }
 
 Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
+  const BackwardTiles tiles = tiles_of(problem, gpu);
   const auto launch = [&](const BackwardParams& params, bool planned) {
     sm90::BackwardMaps maps;
-    if (make_maps(problem, &maps) != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (make_maps(problem, tiles, &maps) != CUDA_SUCCESS) return cudaErrorInvalidValue;
     return by_type(problem, [&]<typename Element, int kHeadDim>() {
       if constexpr (sm90::has_backward(kHeadDim)) {
         return sm90::launch_backward<Element, kHeadDim>(params, maps, planned, stream);
@@ -189,10 +190,9 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
   const BackwardKernels kernels = {
       .family = kSm90Family.name,
       .variant = "",
-      .tiles = tiles_of(problem),
+      .tiles = tiles,
       .launch = launch,
-      .list_works =
-          [&](const BackwardParams& params) { return list_key_works(params, tiles_of(problem).keys, stream); },
+      .list_works = [&](const BackwardParams& params) { return list_key_works(params, tiles.keys, stream); },
       .launch_query_gradients =
           [&](const BackwardParams& params) { return sm90::launch_query_gradients(problem, params, stream); }};
   return run_backward(problem, gpu, kernels, workspace, stream);

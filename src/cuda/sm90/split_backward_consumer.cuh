@@ -71,7 +71,13 @@ struct SplitBackwardConsumer {
 
   // `any`: there is something to add.
   __device__ void store_or_add(bool wanted, bool any, const TokenView& target, int columns, float* target_sums,
-                               float factor) const {
+                               float factor) {
+    if (steps.is_segment()) {
+      if (!wanted) return;
+      if (any) steps.add_segment(sums, steps.group);
+      if (!steps.is_last_segment()) return;
+      steps.take_segments(sums, steps.group);
+    }
     if (!steps.stores()) {
       steps.await_turn_of_keys();
       if (wanted && any) steps.add_up(sums, target_sums, factor);
