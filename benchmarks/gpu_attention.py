@@ -1,6 +1,6 @@
 """Compares flash_dmattn on one NVIDIA GPU with PyTorch's attention, FlexAttention and FlashAttention 4, if installed.
 
-    python benchmarks/gpu_attention.py                                 every case, some eight minutes on an H200
+    python benchmarks/gpu_attention.py                                 every case, a quarter of an hour on an H200
     python benchmarks/gpu_attention.py --only dense decode             some of them
     python benchmarks/gpu_attention.py --json out.json                 also as JSON, which plot.py draws
     python benchmarks/gpu_attention.py --quick                         small sizes, to check this script only
