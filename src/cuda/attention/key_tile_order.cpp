@@ -1,7 +1,6 @@
 #include "cuda/attention/key_tile_order.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -12,22 +11,23 @@ std::int64_t divided_up(std::int64_t number, std::int64_t by) { return (number +
 
 // In steps, if tiles from `first_cut` on are cut.
 double time_of(const KeyTiles& keys, std::int64_t first_cut, std::int64_t segments, std::int64_t processors) {
-  // Sums have to be cleared, which takes as long as some fiftieth of a step for each tile, and read.
-  constexpr double kClearing = 0.02;
-  const std::int64_t count = keys.heads * keys.tiles, cut = count - first_cut;
+  // Of tiles that are cut sums have to be cleared, which takes as long as a fiftieth of a step for each, added to and
+  // read.
+  constexpr double kClearing = 0.02, kAdding = 1.5;
   const bool cuts = segments > 1;
-  const double segment =
-      std::ceil(static_cast<double>(keys.steps) / static_cast<double>(segments)) + keys.work_steps * (cuts ? 1.5 : 1);
+  const std::int64_t cut = keys.heads * keys.tiles - first_cut;
   const double clearing = cuts ? kClearing * static_cast<double>(cut) : 0;
+  const double beside_steps = keys.work_steps * (cuts ? kAdding : 1);  // of a segment, or a tile
+  const double steps = static_cast<double>(divided_up(keys.steps, segments));
   if (!keys.is_causal) {
-    const double whole = static_cast<double>(keys.steps) + keys.work_steps;
-    return static_cast<double>(divided_up(first_cut, processors)) * whole +
-           static_cast<double>(divided_up(cut * segments, processors)) * segment + clearing;
+    const double whole_tiles =
+        static_cast<double>(divided_up(first_cut, processors)) * (static_cast<double>(keys.steps) + keys.work_steps);
+    return whole_tiles + static_cast<double>(divided_up(cut * segments, processors)) * (steps + beside_steps) +
+           clearing;
   }
-  // Those that come later fill what the longest leave.
-  const double mean = (static_cast<double>(keys.steps) / static_cast<double>(segments) + keys.work_steps * 3) / 2;
-  const double all = static_cast<double>(cut * segments) * mean / static_cast<double>(processors);
-  return std::max(segment, all) + clearing;
+  // The longest starts first, and those that come later, half as long on average, fill what it leaves.
+  const double all = static_cast<double>(cut * segments) * (steps / 2 + beside_steps);
+  return std::max(steps + beside_steps, all / static_cast<double>(processors)) + clearing;
 }
 
 }  // namespace

@@ -71,12 +71,15 @@ __device__ inline int key_work(const BackwardParams& params, int place) {
   return place < works_before<kTileKeys, kPlanned>(params, params.batch * params.key_heads) ? place : kNoMoreWorks;
 }
 
-// The number of the tile of keys that comes `place`-th.
+// The number of the tile of keys that comes `place`-th. (Here and below: the divisions are only done where they are
+// needed, as producers wait for them.)
 template <int kTileKeys>
 __device__ inline int tile_in_order(const BackwardParams& params, int place) {
-  const int tiles = range_tiles<kTileKeys>(params), heads = params.batch * params.key_heads * params.splits;
-  const int woven = params.tile_order.woven_heads, past = place - (heads - woven) * tiles;
-  return past < 0 ? place : (heads - woven + past % woven) * tiles + past / woven;
+  const int tiles = range_tiles<kTileKeys>(params), woven = params.tile_order.woven_heads;
+  const int first_woven_head = params.batch * params.key_heads * params.splits - woven;
+  const int past = place - first_woven_head * tiles;
+  if (past < 0) return place;
+  return (first_woven_head + past % woven) * tiles + past / woven;
 }
 
 // What a block owns that has taken this work.
@@ -84,10 +87,14 @@ template <int kTileKeys, bool kPlanned>
 __device__ inline KeyBlock block_of_work(const BackwardParams& params, int work) {
   if constexpr (kPlanned) return params.works.blocks[work];
   const KeyTileOrder& order = params.tile_order;
-  const int past = max(work - order.first_cut, 0), cut = past / order.segments;
-  const int tile = tile_in_order<kTileKeys>(params, min(work, order.first_cut) + cut);
+  int place = work, cut = -1, segment = 0;
+  if (work >= order.first_cut) {
+    cut = (work - order.first_cut) / order.segments, segment = (work - order.first_cut) % order.segments;
+    place = order.first_cut + cut;
+  }
+  const int tile = tile_in_order<kTileKeys>(params, place);
   KeyBlock block = key_block<kTileKeys, kPlanned>(params, static_cast<unsigned>(tile));
-  if (work >= order.first_cut) block.cut = cut, block.segment = past % order.segments;
+  block.cut = cut, block.segment = segment;
   return block;
 }
 
