@@ -5,7 +5,7 @@
 #include <new>
 #include <type_traits>
 
-#include "cpu/rounding.h"
+#include "core/rounding.h"
 #include "cpu/schedule.h"
 
 namespace flash_dmattn::internal::cpu {

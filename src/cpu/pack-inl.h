@@ -2,7 +2,7 @@
 // keys are gathered on the way, so a list costs no more than a range.
 #pragma once
 
-#include "cpu/rounding.h"
+#include "core/rounding.h"
 #include "cpu/simd-inl.h"
 #include "plan/chunk_plan.h"
 

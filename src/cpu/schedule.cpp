@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "core/rounding.h"
 #include "cpu/config.h"
-#include "cpu/rounding.h"
 
 namespace flash_dmattn::internal::cpu {
 namespace {

@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 
+#include "core/rounding.h"
 #include "cuda/attention/call.h"
 #include "cuda/attention/head_dims.h"
 #include "cuda/attention/key_block.h"
@@ -113,8 +114,8 @@ void BackwardScratch::arrange_tile_order(const BackwardProblem& problem, Arena* 
   // From a work's last step to the next one's first it takes as long as three steps of 64 rows.
   constexpr double kWorkRows = 3 * 64;
   const KeyTiles keys = {.heads = problem.batch * problem.key_heads * splits,
-                         .tiles = (problem.keys + tiles.keys - 1) / tiles.keys,
-                         .steps = (problem.rows + tiles.rows - 1) / tiles.rows * (problem.group() / splits),
+                         .tiles = ceil_div(problem.keys, tiles.keys),
+                         .steps = ceil_div(problem.rows, tiles.rows) * (problem.group() / splits),
                          .work_steps = kWorkRows / tiles.rows,
                          .is_causal = problem.visibility.is_causal};
   tile_order = order_key_tiles(keys, tiles.stays_on);

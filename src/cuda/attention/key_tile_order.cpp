@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "core/rounding.h"
+
 namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr std::int64_t kMostSegments = 16;
-
-std::int64_t divided_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
 // In steps, if tiles from `first_cut` on are cut.
 double time_of(const KeyTiles& keys, std::int64_t first_cut, std::int64_t segments, std::int64_t processors) {
@@ -18,12 +18,11 @@ double time_of(const KeyTiles& keys, std::int64_t first_cut, std::int64_t segmen
   const std::int64_t cut = keys.heads * keys.tiles - first_cut;
   const double clearing = cuts ? kClearing * static_cast<double>(cut) : 0;
   const double beside_steps = keys.work_steps * (cuts ? kAdding : 1);  // of a segment, or a tile
-  const double steps = static_cast<double>(divided_up(keys.steps, segments));
+  const double steps = static_cast<double>(ceil_div(keys.steps, segments));
   if (!keys.is_causal) {
     const double whole_tiles =
-        static_cast<double>(divided_up(first_cut, processors)) * (static_cast<double>(keys.steps) + keys.work_steps);
-    return whole_tiles + static_cast<double>(divided_up(cut * segments, processors)) * (steps + beside_steps) +
-           clearing;
+        static_cast<double>(ceil_div(first_cut, processors)) * (static_cast<double>(keys.steps) + keys.work_steps);
+    return whole_tiles + static_cast<double>(ceil_div(cut * segments, processors)) * (steps + beside_steps) + clearing;
   }
   // The longest starts first, and those that come later, half as long on average, fill what it leaves.
   const double all = static_cast<double>(cut * segments) * (steps / 2 + beside_steps);
@@ -37,7 +36,7 @@ KeyTileOrder order_key_tiles(const KeyTiles& keys, std::int64_t processors) {
   const std::int64_t count = keys.heads * keys.tiles;
   if (count == 0) return order;
   if (keys.is_causal) {
-    order.woven_heads = static_cast<std::int32_t>(std::min(keys.heads, divided_up(2 * processors, keys.tiles)));
+    order.woven_heads = static_cast<std::int32_t>(std::min(keys.heads, ceil_div(2 * processors, keys.tiles)));
     if (count >= 2 * processors) return order;
   }
   const std::int64_t first_cut = keys.is_causal ? 0 : count - count % processors;

@@ -21,11 +21,10 @@ namespace {
 
 constexpr int kWarp = 32, kTileKeys = 128, kTileRows = 64;
 
-// What a work is: its tile of keys as they are numbered, cut and segment, steps. And how often each step of each tile,
-// (tiles, heads of a share, tiles of rows), is met. A warp for each work.
+// What a work is: its tile of keys as they are numbered, cut and segment. And how often each step of each tile, (tiles,
+// heads of a share, tiles of rows), is met. A warp for each work.
 struct WorkRecord {
-  std::int32_t tile, cut, segment, steps;
-  bool operator==(const WorkRecord&) const = default;
+  std::int32_t tile, cut, segment;
 };
 __global__ void read_works(const __grid_constant__ BackwardParams params, WorkRecord* works, std::int32_t* met) {
   using Walk = RowWalk<kTileRows, kTileKeys, false>;
@@ -35,14 +34,12 @@ __global__ void read_works(const __grid_constant__ BackwardParams params, WorkRe
   const int tile =
       (block.batch * params.key_heads * params.splits + share) * range_tiles<kTileKeys>(params) + block.tile;
   const int row_tiles = (params.rows + kTileRows - 1) / kTileRows;
-  int steps = 0;
   walk.start(params, block, params.keys);
-  for (auto step = walk.next(params, block, params.keys); step.exists(); ++steps) {
+  for (auto step = walk.next(params, block, params.keys); step.exists(); step = walk.next(params, block, params.keys)) {
     const int index = (tile * heads + step.head - block.first_head) * row_tiles + step.row_tile;
     if (threadIdx.x == 0) atomicAdd(met + index, 1);
-    step = walk.next(params, block, params.keys);
   }
-  if (threadIdx.x == 0) works[blockIdx.x] = {tile, block.cut, block.segment, steps};
+  if (threadIdx.x == 0) works[blockIdx.x] = {tile, block.cut, block.segment};
 }
 
 TEST(KeyTileOrder, EveryStepIsInOneWork) {
@@ -84,7 +81,7 @@ TEST(KeyTileOrder, EveryStepIsInOneWork) {
     std::vector<int> cuts(static_cast<std::size_t>(cut), -1);                 // whose they are
     for (const WorkRecord& work : to_host(read, works)) {
       ASSERT_LT(work.cut, cut);
-      ASSERT_EQ(work.cut >= 0 || work.segment == 0, true);
+      ASSERT_TRUE(work.cut >= 0 || work.segment == 0);
       segments[static_cast<std::size_t>(work.tile)].push_back(work.cut < 0 ? -1 : work.segment);
       if (work.cut < 0) continue;
       int& owner = cuts[static_cast<std::size_t>(work.cut)];
