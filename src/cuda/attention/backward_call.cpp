@@ -45,10 +45,8 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.key_color_stride = static_cast<std::int64_t>(scratch.key_count);
   params.bias_color_stride =
       static_cast<std::int64_t>(scratch.bias_sums == BiasSums::kByHead ? scratch.dbias_count : 0);
-  params.aligned = params.aligned && is_aligned(problem.dout) &&
-                   (!problem.dquery.defined() || is_aligned(problem.dquery)) &&
-                   (!problem.dkey.defined() || is_aligned(problem.dkey)) &&
-                   (!problem.dvalue.defined() || is_aligned(problem.dvalue));
+  params.aligned = params.aligned && is_aligned(problem.dout) && is_aligned(problem.dquery) &&
+                   is_aligned(problem.dkey) && is_aligned(problem.dvalue);
   return params;
 }
 

@@ -9,6 +9,7 @@
 namespace flash_dmattn::internal::cuda {
 
 bool is_aligned(const TokenView& tokens) {
+  if (!tokens.defined()) return true;
   return reinterpret_cast<std::uintptr_t>(tokens.data) % 16 == 0 && tokens.batch_stride % 8 == 0 &&
          tokens.token_stride % 8 == 0 && tokens.head_stride % 8 == 0 && std::abs(tokens.token_stride) < 1 << 30;
 }

@@ -36,7 +36,7 @@ KeyTileOrder order_key_tiles(const KeyTiles& keys, std::int64_t processors) {
   const std::int64_t count = keys.heads * keys.tiles;
   if (count == 0) return order;
   if (keys.is_causal) {
-    order.woven_heads = static_cast<std::int32_t>(std::min(keys.heads, ceil_div(2 * processors, keys.tiles)));
+    order.woven_heads = static_cast<std::int32_t>(std::min(keys.heads, ceil_div(processors, keys.tiles)));
     if (count >= 2 * processors) return order;
   }
   const std::int64_t first_cut = keys.is_causal ? 0 : count - count % processors;

@@ -4,8 +4,8 @@
 // - Where all tiles are alike, those that do not fill the GPU once more are cut: 2048 tiles on 132 multiprocessors take
 //   the time of 16 rounds and have the work of 15.5.
 // - Under the causal rule tiles of a head are seen by fewer and fewer rows. The longest start first (Graham, "Bounds on
-//   Multiprocessing Timing Anomalies", 1969), but only of as many heads as keep the GPU busy until the longest ends:
-//   blocks that work on one head share its rows in the cache.
+//   Multiprocessing Timing Anomalies", 1969), but only of as many heads as have a tile for every multiprocessor:
+//   blocks that work on one head share its rows in the cache, and a group's heads have many rows (docs/cuda.md).
 // - A few tiles, which could not keep all multiprocessors busy, are all cut.
 #pragma once
 

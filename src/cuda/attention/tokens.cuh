@@ -120,15 +120,17 @@ __device__ inline void transpose_quad(std::uint32_t (&words)[4]) {
   }
 }
 
-// Stores a piece of 8 elements, given as four packed words, of a row of `columns`.
+// Stores a piece of 8 elements, given as four packed words, of a row of `columns`: a multiple of 8, and rows begin at
+// multiples of 16 bytes.
+__device__ inline void store_piece(std::uint16_t* row, int piece, const std::uint32_t (&words)[4], int columns) {
+  if (piece * 8 < columns) {
+    *reinterpret_cast<uint4*>(row + piece * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+// The same; rows that are not `aligned` begin anywhere, and have any number of columns.
 __device__ inline void store_piece(std::uint16_t* row, int piece, const std::uint32_t (&words)[4], int columns,
                                    bool aligned) {
-  if (aligned) {
-    if (piece * 8 < columns) {
-      *reinterpret_cast<uint4*>(row + piece * 8) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    return;
-  }
+  if (aligned) return store_piece(row, piece, words, columns);
 #pragma unroll
   for (int element = 0; element < 8; ++element) {
     const int column = piece * 8 + element;

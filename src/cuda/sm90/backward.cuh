@@ -68,12 +68,16 @@ struct alignas(16) StepFacts {
   std::uint32_t mark;
 };
 
-template <typename ElementType, int kItsHeadDim, bool kIsPlanned>
+// kItsAbsent: marks that no step of the call has. Code that is never run would stand between what is: without that for
+// all marks of a call that can be absent, the loop over steps is half as long.
+template <typename ElementType, int kItsHeadDim, bool kIsPlanned, std::uint32_t kItsAbsent>
 struct BackwardBlock {
   using Element = ElementType;
   using Config = BackwardConfig<kItsHeadDim>;
   using Facts = StepFacts<Config>;
   static constexpr bool kPlanned = kIsPlanned;
+  static constexpr std::uint32_t kAbsent = kItsAbsent;
+  static constexpr bool kIsPlain = (kAbsent & Facts::kBiased) != 0;
   static constexpr int kHeadDim = kItsHeadDim;
   static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kStages = Config::kStages;
   // Bytes from one panel of 64 columns to the next.
@@ -181,7 +185,7 @@ struct BackwardBlock {
     if (takes_turns() && threadIdx.x == kSayingThread) shared.turns.say_all(params.turns);
   }
 
-  __device__ bool takes_turns() const { return params.turns.queries != nullptr; }
+  __device__ bool takes_turns() const { return (kAbsent & Facts::kTakesTurns) == 0 && params.turns.queries != nullptr; }
 
   // The thread of the second warp that says what consumers have added (query_turns.cuh). Whatever it waits for, it goes
   // on: other blocks may wait for that.
@@ -438,11 +442,12 @@ struct BackwardBlock {
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned>
+template <typename Element, int kHeadDim, bool kPlanned, std::uint32_t kAbsent>
 __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardMaps maps) {
-  using Block = BackwardBlock<Element, kHeadDim, kPlanned>;
+  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kAbsent>;
   using Config = typename Block::Config;
+  constexpr std::uint32_t kLargeRows = Block::Facts::kLargeRows;
   extern __shared__ __align__(1024) unsigned char memory[];
   Block block(params, maps, memory);
   begin_dependent_kernel();
@@ -452,13 +457,17 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
     Block(params, maps, at_kept_address(memory)).produce();
   } else if constexpr (!Config::kSplitsGradients) {
     take_registers<Config::kConsumerRegisters>();
-    BackwardConsumer<Block>(block).run();
+    if (Config::keeps_large_rows_apart(kPlanned, Block::kIsPlain) && (block.shared.marks & kLargeRows) == 0) {
+      BackwardConsumer<Block, kAbsent | kLargeRows>(block).run();
+    } else {
+      BackwardConsumer<Block, kAbsent>(block).run();
+    }
   } else if (threadIdx.x < 2 * kWarpGroup) {
     take_registers<Config::kConsumerRegisters>();
-    SplitBackwardConsumer<Block>(block).template run<true>();
+    SplitBackwardConsumer<Block, kAbsent>(block).template run<true>();
   } else {
     take_registers<Config::kKeyConsumerRegisters>();
-    SplitBackwardConsumer<Block>(block).template run<false>();
+    SplitBackwardConsumer<Block, kAbsent>(block).template run<false>();
   }
 }
 

@@ -39,12 +39,17 @@ struct BackwardConfig {
   // gradients of queries have been added;
   // whether it is found where sums of queries lie before the products are waited for;
   // whether a stage is handed back before gradients of queries are added, and not after that;
-  // whether the next step is asked for before the products for values, and not after them.
+  // whether the next step is asked for before the products for values, and not after them;
+  // whether calls without large rows have code of their own.
   static constexpr int kEarlyPairs = kHeadDim <= 64 ? 2 : kHeadDim <= 96 ? 8 : 6;
   static constexpr bool kLongTurns = kHeadDim > 64, kEndsTurnsAtScores = kHeadDim == 96;
-  static constexpr bool kFindsSumsEarly = kHeadDim <= 96;
   static constexpr bool kReleasesEarly = kHeadDim != 96;
-  static constexpr bool asks_early(bool planned) { return kHeadDim == 96 || (kHeadDim == 128 && planned); }
+  // `plain`: there is neither a bias nor a transform of scores, nor turns.
+  static constexpr bool kAsksEarly = kHeadDim > 64;
+  static constexpr bool finds_sums_early(bool plain) { return kHeadDim <= 96 || !plain; }
+  static constexpr bool keeps_large_rows_apart(bool planned, bool plain) {
+    return plain && (kHeadDim == 96 || (kHeadDim == 128 && !planned));
+  }
 
   // Of a deterministic backward: places that steps take by turns while they wait for their turn to add gradients of
   // queries. There are more than steps from the one that was brought last to the one that is added.

@@ -6,15 +6,14 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-template <typename Block>
+template <typename Block, std::uint32_t kAbsent>
 struct BackwardConsumer {
-  using Steps = BackwardSteps<Block>;
+  using Steps = BackwardSteps<Block, kAbsent>;
   using Config = typename Steps::Config;
   using Facts = typename Steps::Facts;
   using Fragments = typename Steps::Fragments;
   static constexpr int kRowNTiles = Steps::kRowNTiles, kDimNTiles = Steps::kDimNTiles,
                        kQueryNTiles = Steps::kQueryNTiles;
-  static constexpr bool kAsksEarly = Config::asks_early(Block::kPlanned);
 
   Steps steps;
   float dkeys[1][kDimNTiles][4], dvalues[1][kDimNTiles][4];
@@ -105,7 +104,7 @@ struct BackwardConsumer {
       Fragments probabilities, packed;
       steps.make_probabilities(probabilities, lse);
       std::uint32_t next_mark = 0;
-      if (kAsksEarly) next_mark = steps.next_mark();
+      if (Config::kAsksEarly) next_mark = steps.next_mark();
       steps.add_products(dvalues, probabilities, steps.output_gradients());
       wgmma_wait<1>();
       settle(gradients);
@@ -116,7 +115,7 @@ struct BackwardConsumer {
       const int last_tile = tile, own_stage = steps.stage();
       const std::uint32_t last_number = steps.last_number();
       tile = steps.facts().tile;
-      if (!kAsksEarly) next_mark = steps.next_mark();
+      if (!Config::kAsksEarly) next_mark = steps.next_mark();
       next_mark = __reduce_or_sync(~0u, next_mark);
       take_turn();
       steps.multiply_score_gradients(steps.score_gradients(last_number), steps.group, dqueries);
@@ -124,7 +123,8 @@ struct BackwardConsumer {
       if (!Config::kLongTurns) pass_turn();
       steps.publish_score_gradients();
       float* sums = steps.query_sums(steps.group, last_tile);
-      if (Config::kFindsSumsEarly) sums = recomputed(sums);  // found here, where the compiler would do so later
+      // Found here, where the compiler would do so later.
+      if (Config::finds_sums_early(Block::kIsPlain)) sums = recomputed(sums);
       const auto end_step = [&] {
         // Turns at sums count steps by it: with these not before a step's are added.
         const bool releases_early = Config::kReleasesEarly && !steps.has(Facts::kTakesTurns);

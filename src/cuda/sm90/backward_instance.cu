@@ -8,9 +8,9 @@
 namespace flash_dmattn::internal::cuda::sm90 {
 namespace {
 
-template <typename Element, int kHeadDim, bool kPlanned>
+template <typename Element, int kHeadDim, bool kPlanned, std::uint32_t kAbsent>
 cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardMaps& maps, cudaStream_t stream) {
-  using Block = BackwardBlock<Element, kHeadDim, kPlanned>;
+  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kAbsent>;
   using Config = typename Block::Config;
   const std::int64_t works = kPlanned ? key_blocks<Config::kTileKeys, true>(params)
                                       : unplanned_works<Config::kTileKeys>(params, params.batch * params.key_heads);
@@ -19,15 +19,25 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardM
                              .threads = Config::kThreads,
                              .shared_bytes = Block::kSharedBytes,
                              .is_dependent = true};
-  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned>, shape, stream, params, maps);
+  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kAbsent>, shape, stream, params, maps);
 }
 
 }  // namespace
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream) {
-  return planned ? launch_backward_kernel<Element, kHeadDim, true>(params, maps, stream)
-                 : launch_backward_kernel<Element, kHeadDim, false>(params, maps, stream);
+  using Facts = StepFacts<BackwardConfig<kHeadDim>>;
+  constexpr std::uint32_t kNoTurns = Facts::kTakesTurns,
+                          kPlain = kNoTurns | Facts::kTransforms | Facts::kBiased | Facts::kSumsKeyBias;
+  const bool is_plain = !params.score.transforms && !params.bias.defined() && params.dbias_sums == nullptr;
+  const auto launch = [&]<bool kPlanned>() {
+    if (params.turns.queries != nullptr) {
+      return launch_backward_kernel<Element, kHeadDim, kPlanned, 0>(params, maps, stream);
+    }
+    return is_plain ? launch_backward_kernel<Element, kHeadDim, kPlanned, kPlain>(params, maps, stream)
+                    : launch_backward_kernel<Element, kHeadDim, kPlanned, kNoTurns>(params, maps, stream);
+  };
+  return planned ? launch.template operator()<true>() : launch.template operator()<false>();
 }
 
 template cudaError_t launch_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const BackwardParams&,

@@ -20,7 +20,7 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-template <typename Block>
+template <typename Block, std::uint32_t kAbsent>
 struct BackwardSteps {
   using Config = typename Block::Config;
   using Element = typename Block::Element;
@@ -54,7 +54,7 @@ struct BackwardSteps {
   __device__ int first_row() const { return 2 * (lane() % 4); }
   // For what is seldom needed: the compiler would hold on to it in registers over all steps.
   __device__ const BackwardParams& rare_params() const { return *recomputed(&block.params); }
-  __device__ bool has(typename Facts::Mark bit) const { return (mark & bit) != 0; }
+  __device__ bool has(typename Facts::Mark bit) const { return (mark & bit & ~kAbsent) != 0; }
   __device__ int stage() const { return static_cast<int>(mark >> Facts::kStageShift & Facts::kStageMask); }
   // Where the step's rows are in shared memory.
   __device__ std::uint32_t queries() const { return (mark >> Facts::kAddressShift) * Facts::kAddressUnits; }
@@ -449,7 +449,7 @@ struct BackwardSteps {
           words[n] = pack<Element>(pair[0] * factor, pair[1] * factor);
         }
         transpose_quad(words);
-        if (key < params.keys) store_piece(row, first + lane() % 4, words, columns, params.aligned);
+        if (key < params.keys) store_piece(row, first + lane() % 4, words, columns);
       }
     }
   }

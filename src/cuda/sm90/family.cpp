@@ -149,9 +149,9 @@ bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
          is_per_key(problem.bias) && is_per_key(problem.dbias) && !rounds_shares_away(problem) &&
          sm90::has_tensor_map(problem.query, problem.batch, problem.rows, problem.heads) &&
          sm90::has_tensor_map(problem.dout, problem.batch, problem.rows, problem.heads) &&
-         // Rows are copied in pieces of 8 columns, too.
-         is_aligned(problem.query) && is_aligned(problem.dout) && is_aligned(problem.key) &&
-         is_aligned(problem.value) && has_whole_pieces(problem);
+         // Rows are copied and stored in pieces of 8 columns, too.
+         has_whole_pieces(problem) && is_aligned(problem.query) && is_aligned(problem.dout) &&
+         is_aligned(problem.key) && is_aligned(problem.value) && is_aligned(problem.dkey) && is_aligned(problem.dvalue);
 }
 
 BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {

@@ -16,9 +16,9 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-template <typename Block>
+template <typename Block, std::uint32_t kAbsent>
 struct SplitBackwardConsumer {
-  using Steps = BackwardSteps<Block>;
+  using Steps = BackwardSteps<Block, kAbsent>;
   using Config = typename Steps::Config;
   using Facts = typename Steps::Facts;
   using Fragments = typename Steps::Fragments;

@@ -71,6 +71,21 @@ TEST(KernelFamilies, HopperHasBackwardsOfItsOwn) {
   EXPECT_EQ(hopper_backward_name(problem), "sm80");
 }
 
+// Its consumers store 16 bytes at a time.
+TEST(KernelFamilies, HopperStoresWholePiecesOfGradients) {
+  if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
+  for (const auto gradient : {&BackwardProblem::dkey, &BackwardProblem::dvalue}) {
+    BackwardProblem problem = hopper_problem(128);
+    problem.*gradient = problem.key;
+    EXPECT_EQ(hopper_backward_name(problem), "sm90");
+    (problem.*gradient).token_stride += 1;
+    EXPECT_EQ(hopper_backward_name(problem), "sm80");
+    problem.*gradient = problem.key;
+    (problem.*gradient).data = static_cast<std::uint16_t*>(problem.key.data) + 1;
+    EXPECT_EQ(hopper_backward_name(problem), "sm80");
+  }
+}
+
 // The wider of the two head dims decides, and rows of both have to be whole pieces of 16 bytes.
 TEST(KernelFamilies, HopperTakesValuesOfAnotherHeadDim) {
   if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
