@@ -105,8 +105,10 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
   }
   if (thread == 0) list.starts[entries] = works, *list.taken = 0;
   __syncthreads();
-  // The last ones come longest first.
-  const int count = list.last == nullptr ? 0 : min(works, kMostOrderedBlocks), first_ordered = works - count;
+  // The last ones come longest first: no more than run twice over, since blocks that run at the same time are to share
+  // rows, in the cache, which those of one key head do.
+  const int ordered = list.last == nullptr ? 0 : min(2 * params.processors, kMostOrderedBlocks);
+  const int count = min(works, ordered), first_ordered = works - count;
   if (count > 0) {
     order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
       const KeyBlock block = block_of<kTileKeys>(params, first_ordered + index);

@@ -74,6 +74,7 @@ class Launch {
     p.plan.plan_heads = rng() % 2 == 0 ? 1 : p.splits == 1 ? p.key_heads : p.heads;
     p.plan.head_divisor = p.heads / p.plan.plan_heads;
     p.chunk_limit = p.plan.chunk_count;
+    p.processors = uniform(rng, 1, kMostOrderedBlocks);
     const int own_plans = (p.plan.per_batch ? p.batch : 1) * p.plan.plan_heads;
     const int lists = uniform(rng, 0, 3);  // none, some, all, all without a key
     chunks_.resize(static_cast<std::size_t>(own_plans * p.plan.chunk_count));
@@ -219,7 +220,8 @@ class Launch {
       }
     } else {
       if (order == Order::kLongestFirst) {
-        const auto last = works.end() - std::min<std::ptrdiff_t>(std::ssize(works), kMostOrderedBlocks);
+        const std::ptrdiff_t ordered = std::min(2 * params_.processors, kMostOrderedBlocks);
+        const auto last = works.end() - std::min(std::ssize(works), ordered);
         std::stable_sort(last, works.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
       }
       for (const auto& [number, visits] : works) places.push_back(number);
