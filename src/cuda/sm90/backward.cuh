@@ -68,8 +68,8 @@ struct alignas(16) StepFacts {
   std::uint32_t mark;
 };
 
-// kItsAbsent: marks that no step of the call has. Code that is never run would stand between what is: without that for
-// all marks of a call that can be absent, the loop over steps is half as long.
+// kItsAbsent: marks that no step of the call has. Their code is left out: it would not be run, but stand between
+// what is. Without all that can be absent the loop over steps is half as long.
 template <typename ElementType, int kItsHeadDim, bool kIsPlanned, std::uint32_t kItsAbsent>
 struct BackwardBlock {
   using Element = ElementType;

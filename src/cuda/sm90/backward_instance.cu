@@ -26,6 +26,7 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardM
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream) {
+  // What is absent from each of three kinds of kernels; the first has everything.
   using Facts = StepFacts<BackwardConfig<kHeadDim>>;
   constexpr std::uint32_t kNoTurns = Facts::kTakesTurns,
                           kPlain = kNoTurns | Facts::kTransforms | Facts::kBiased | Facts::kSumsKeyBias;
