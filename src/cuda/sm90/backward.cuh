@@ -59,6 +59,12 @@ struct alignas(16) StepFacts {
   static constexpr std::uint32_t kStageMask = 3, kAddressUnits = 1024;
   static_assert(Config::kStages <= kStageMask);
 
+  // Those of the call, but for kLargeRows: the host does not know of these.
+  __host__ __device__ static std::uint32_t marks_of(const BackwardParams& params) {
+    return (params.score.transforms ? kTransforms : 0) | (params.bias.defined() ? kBiased : 0) |
+           (params.dbias_sums != nullptr ? kSumsKeyBias : 0) | (params.turns.queries != nullptr ? kTakesTurns : 0);
+  }
+
   struct {
     RowFacts lse[Config::kTileRows], delta[Config::kTileRows];
   } rows;
@@ -135,10 +141,8 @@ struct BackwardBlock {
     if (threadIdx.x == 0) {
       shared.number = 0;
       shared.turns.init();
-      shared.marks = (params.score.transforms ? Facts::kTransforms : 0) | (params.bias.defined() ? Facts::kBiased : 0) |
-                     (params.dbias_sums != nullptr ? Facts::kSumsKeyBias : 0) |
-                     (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0) |
-                     (takes_turns() ? Facts::kTakesTurns : 0);
+      shared.marks = (Facts::marks_of(params) & ~(kAbsent & Facts::kTakesTurns)) |
+                     (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0);
       shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
       // Every thread that writes or reads what is known of a step, or of a work, hands it on itself: if one lane did so
       // for its warp, compute-sanitizer would not know that the others have.

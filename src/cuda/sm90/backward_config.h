@@ -44,8 +44,8 @@ struct BackwardConfig {
   static constexpr int kEarlyPairs = kHeadDim <= 64 ? 2 : kHeadDim <= 96 ? 8 : 6;
   static constexpr bool kLongTurns = kHeadDim > 64, kEndsTurnsAtScores = kHeadDim == 96;
   static constexpr bool kReleasesEarly = kHeadDim != 96;
-  // `plain`: there is neither a bias nor a transform of scores, nor turns.
   static constexpr bool kAsksEarly = kHeadDim > 64;
+  // `plain`: there is neither a bias nor a transform of scores, nor turns.
   static constexpr bool finds_sums_early(bool plain) { return kHeadDim <= 96 || !plain; }
   static constexpr bool keeps_large_rows_apart(bool planned, bool plain) {
     return plain && (kHeadDim == 96 || (kHeadDim == 128 && !planned));

@@ -30,13 +30,11 @@ cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& ma
   using Facts = StepFacts<BackwardConfig<kHeadDim>>;
   constexpr std::uint32_t kNoTurns = Facts::kTakesTurns,
                           kPlain = kNoTurns | Facts::kTransforms | Facts::kBiased | Facts::kSumsKeyBias;
-  const bool is_plain = !params.score.transforms && !params.bias.defined() && params.dbias_sums == nullptr;
+  const std::uint32_t marks = Facts::marks_of(params);
   const auto launch = [&]<bool kPlanned>() {
-    if (params.turns.queries != nullptr) {
-      return launch_backward_kernel<Element, kHeadDim, kPlanned, 0>(params, maps, stream);
-    }
-    return is_plain ? launch_backward_kernel<Element, kHeadDim, kPlanned, kPlain>(params, maps, stream)
-                    : launch_backward_kernel<Element, kHeadDim, kPlanned, kNoTurns>(params, maps, stream);
+    if ((marks & kPlain) == 0) return launch_backward_kernel<Element, kHeadDim, kPlanned, kPlain>(params, maps, stream);
+    return (marks & kNoTurns) == 0 ? launch_backward_kernel<Element, kHeadDim, kPlanned, kNoTurns>(params, maps, stream)
+                                   : launch_backward_kernel<Element, kHeadDim, kPlanned, 0>(params, maps, stream);
   };
   return planned ? launch.template operator()<true>() : launch.template operator()<false>();
 }
