@@ -12,6 +12,8 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr int kThreads = kMostOrderedBlocks;
+// Where works of so many entries begin is kept in shared memory, too: else each work is found by a chain of reads.
+constexpr int kMostKeptEntries = 4096;
 
 // Tiles of an entry that are works: neighbours.
 struct Tiles {
@@ -48,19 +50,19 @@ __device__ Tiles works_of(const BackwardParams& params, int entry) {
   return {first / kTileKeys, (end + kTileKeys - 1) / kTileKeys - first / kTileKeys};
 }
 
-// What a work is.
+// What a work is. `starts`: those of params.works, or a copy.
 template <int kTileKeys>
-__device__ KeyBlock block_of(const BackwardParams& params, int work) {
+__device__ KeyBlock block_of(const BackwardParams& params, const std::int32_t* starts, int work) {
   // The last entry that begins at the work or before has it, since an entry without works begins where the next one
   // does.
   const KeyWorks& works = params.works;
   int entry = 0, end = key_work_entries(params);
   while (end - entry > 1) {
     const int middle = (entry + end) / 2;
-    (works.starts[middle] <= work ? entry : end) = middle;
+    (starts[middle] <= work ? entry : end) = middle;
   }
   const int lists = key_work_lists(params), list = entry % lists,
-            tile = works.first_tiles[entry] + work - works.starts[entry];
+            tile = works.first_tiles[entry] + work - starts[entry];
   const int key_tiles = range_tiles<kTileKeys>(params), list_tiles = params.plan.capacity / kTileKeys;
   const int tiles = key_tiles + list_tiles * (lists - 1), first = list == 0 ? 0 : key_tiles + (list - 1) * list_tiles;
   return key_block<kTileKeys, true>(params, static_cast<unsigned>(entry / lists * tiles + first + tile));
@@ -91,16 +93,21 @@ __device__ int sum_before(int own, int* total) {
 // By one block.
 template <int kTileKeys>
 __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_constant__ BackwardParams params) {
+  __shared__ std::int32_t kept_starts[kMostKeptEntries];
   begin_dependent_kernel();
   const int entries = key_work_entries(params), thread = static_cast<int>(threadIdx.x);
   const KeyWorks& list = params.works;
+  const bool keeps = entries <= kMostKeptEntries;
   int works = 0;
   for (int first = 0; first < entries; first += kThreads) {
     const int entry = first + thread;
     const Tiles tiles = entry < entries ? works_of<kTileKeys>(params, entry) : Tiles{0, 0};
     int total;
     const int before = sum_before(tiles.count, &total);
-    if (entry < entries) list.starts[entry] = works + before, list.first_tiles[entry] = tiles.first;
+    if (entry < entries) {
+      list.starts[entry] = works + before, list.first_tiles[entry] = tiles.first;
+      if (keeps) kept_starts[entry] = works + before;
+    }
     works += total;
   }
   if (thread == 0) list.starts[entries] = works, *list.taken = 0;
@@ -109,16 +116,17 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
   // rows, in the cache, which those of one key head do.
   const int ordered = list.last == nullptr ? 0 : min(2 * params.processors, kMostOrderedBlocks);
   const int count = min(works, ordered), first_ordered = works - count;
+  const std::int32_t* starts = keeps ? kept_starts : list.starts;
   if (count > 0) {
     order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
-      const KeyBlock block = block_of<kTileKeys>(params, first_ordered + index);
+      const KeyBlock block = block_of<kTileKeys>(params, starts, first_ordered + index);
       return RowWalk<kUnitRows, kTileKeys, true>::visits(params, block, lane, lanes);
     });
     __syncthreads();
   }
   for (int place = thread; place < works; place += kThreads) {
     const int work = place < first_ordered ? place : first_ordered + list.last[place - first_ordered];
-    list.blocks[place] = block_of<kTileKeys>(params, work);
+    list.blocks[place] = block_of<kTileKeys>(params, starts, work);
   }
 }
 

@@ -64,11 +64,18 @@ __device__ inline int work_in_turn(const BackwardParams& params, int place) {
   return work < __shfl_sync(~0u, end, place % tracks) ? work : kNoWork;
 }
 
-// By a warp, all lanes together.
+// How many works there are; without turns.
 template <int kTileKeys, bool kPlanned>
-__device__ inline int key_work(const BackwardParams& params, int place) {
+__device__ inline int all_works(const BackwardParams& params) {
+  if (params.turns.queries != nullptr) return 0;
+  return works_before<kTileKeys, kPlanned>(params, params.batch * params.key_heads);
+}
+
+// By a warp, all lanes together. `works`: all_works, which can be read beside what says the place.
+template <int kTileKeys, bool kPlanned>
+__device__ inline int key_work(const BackwardParams& params, int place, int works) {
   if (params.turns.queries != nullptr) return work_in_turn<kTileKeys, kPlanned>(params, place);
-  return place < works_before<kTileKeys, kPlanned>(params, params.batch * params.key_heads) ? place : kNoMoreWorks;
+  return place < works ? place : kNoMoreWorks;
 }
 
 // The number of the tile of keys that comes `place`-th. (Here and below: the divisions are only done where they are

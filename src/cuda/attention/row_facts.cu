@@ -62,10 +62,12 @@ __device__ float dot(const std::uint32_t (&left)[4], const std::uint32_t (&right
   return sum;
 }
 
-// Eight columns of a row, of which `columns` exist: as packed words.
+// Eight columns of a row, of which `columns` exist: as packed words. kOnce: nobody reads the row again.
+template <bool kOnce>
 __device__ inline void load_columns(const std::uint16_t* row, int columns, bool aligned, std::uint32_t (&words)[4]) {
   if (aligned && columns >= 8) {
-    const uint4 all = *reinterpret_cast<const uint4*>(row);
+    const auto* piece = reinterpret_cast<const uint4*>(row);
+    const uint4 all = kOnce ? __ldcs(piece) : *piece;
     words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
     return;
   }
@@ -104,8 +106,9 @@ __device__ void store_facts(const BackwardProblem& problem, const RowPass& pass,
   fact[pass.row_tile] = sees ? sum - dlse : 0;
 }
 
-// A block makes the facts of a tile of rows, and clears the tile's sums. A row is read by kLanes neighbouring lanes,
-// and neighbouring blocks have neighbouring heads, whose rows are neighbours in memory.
+// A block makes the facts of a tile of rows, and clears the tile's sums. A row is read by kLanes neighbouring lanes.
+// From the last head to the first, so that the cache still has rows and sums of those that the kernel after it begins
+// with.
 template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     row_facts_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowPass pass) {
@@ -115,9 +118,9 @@ __global__ void __launch_bounds__(kThreads)
   // 32 bits: divisions of 64 take long.
   const auto heads = static_cast<unsigned>(problem.heads);
   const auto tiles = static_cast<unsigned>((problem.rows + pass.row_tile - 1) / pass.row_tile);
-  const int head = static_cast<int>(blockIdx.x % heads);
-  const int tile = static_cast<int>(blockIdx.x / heads % tiles), batch = static_cast<int>(blockIdx.x / heads / tiles);
-  const std::int64_t number = (static_cast<std::int64_t>(batch) * heads + head) * tiles + tile;
+  const unsigned number = gridDim.x - 1 - blockIdx.x;  // of the tile, of all
+  const int tile = static_cast<int>(number % tiles), head = static_cast<int>(number / tiles % heads),
+            batch = static_cast<int>(number / tiles / heads);
   const int first_row = tile * pass.row_tile, columns = static_cast<int>(problem.value_dim) - lane * 8;
   const auto at = [&](const TokenView& tokens) {
     return static_cast<const std::uint16_t*>(tokens.data) + batch * tokens.batch_stride + head * tokens.head_stride +
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto clear_sums = [&] {
     if (pass.query_sums == nullptr) return;
     for (int color = 0; color < pass.query_sum_colors; ++color) {
-      const std::int64_t sum_tile = std::int64_t{color} * problem.batch * heads * tiles + number;
+      const std::int64_t sum_tile = std::int64_t{color} * gridDim.x + number;
       auto* sums = reinterpret_cast<float4*>(pass.query_sums + sum_tile * pass.row_tile * pass.sum_width);
       for (int piece = thread; piece < pass.row_tile * pass.sum_width / 4; piece += kThreads) {
         sums[piece] = make_float4(0, 0, 0, 0);
@@ -147,8 +150,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kTogether; ++i) {
       const int row = first_row + round + i * kRows;
       if (round + i * kRows >= pass.row_tile || row >= problem.rows || columns <= 0) continue;
-      load_columns(outs + row * problem.out.token_stride, columns, aligned, out[i]);
-      load_columns(douts + row * problem.dout.token_stride, columns, aligned, dout[i]);
+      load_columns<true>(outs + row * problem.out.token_stride, columns, aligned, out[i]);
+      load_columns<false>(douts + row * problem.dout.token_stride, columns, aligned, dout[i]);
     }
     if (round < kRows) clear_sums();  // while the first ones are under way
     // Of the rows whose columns a few lanes have added up together, a lane each makes the facts.
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(kThreads)
     const int row = round + lane * kRows;
     if (lane >= kTogether || row >= pass.row_tile) continue;
     store_facts<Element>(problem, pass, batch, head, first_row + row, own_sum,
-                         pass.facts + number * 2 * pass.row_tile + row);
+                         pass.facts + std::int64_t{number} * 2 * pass.row_tile + row);
   }
   end_dependent_kernel();
 }

@@ -124,7 +124,7 @@ __device__ inline void transpose_quad(std::uint32_t (&words)[4]) {
 // multiples of 16 bytes.
 __device__ inline void store_piece(std::uint16_t* row, int piece, const std::uint32_t (&words)[4], int columns) {
   if (piece * 8 < columns) {
-    *reinterpret_cast<uint4*>(row + piece * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+    __stcs(reinterpret_cast<uint4*>(row + piece * 8), make_uint4(words[0], words[1], words[2], words[3]));
   }
 }
 // The same; rows that are not `aligned` begin anywhere, and have any number of columns.

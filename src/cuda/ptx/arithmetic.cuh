@@ -50,6 +50,13 @@ __device__ inline float2 unpack(std::uint32_t packed) {
   }
 }
 
+// Half words that repeat the sign of byte n of `low`, and of byte n of `high`.
+__device__ inline std::uint32_t signs_of_bytes(std::uint32_t low, std::uint32_t high, int n) {
+  std::uint32_t signs;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(low), "r"(high), "r"(0xCC88 + 0x1111 * n));
+  return signs;
+}
+
 // 2^x
 __device__ inline float exp2_fast(float x) {
   float y;

@@ -17,10 +17,21 @@ __device__ inline unsigned char* at_kept_address(unsigned char* memory) {
   return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
 }
 
+// Which lines L2 lets go of first (PTX ISA, "Cache Eviction Priority Hints"): those that are read or written once, or
+// those that are not said to be kept. The numbers are what createpolicy.fractional makes of whole ranges; the compiler
+// would make them anew at every access.
+enum class L2Policy : std::uint64_t { kUsedOnce = 0x12F0000000000000, kKept = 0x14F0000000000000 };
+
 // 16 bytes from global to shared memory in the background, past L1; zeros if not `valid` (nothing is read then).
 __device__ inline void copy_async_16(std::uint32_t shared, const void* global, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+__device__ inline void copy_async_16(std::uint32_t shared, const void* global, bool valid, L2Policy policy) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(bytes), "l"(policy)
                : "memory");
 }
 // 4 bytes, likewise.
@@ -89,5 +100,12 @@ __device__ inline void add_to_global(float* sum, float a, float b, float c, floa
   atomicAdd(sum + 3, d);
 #endif
 }
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline void add_to_global(float* sum, float a, float b, float c, float d, L2Policy policy) {
+  asm volatile("red.global.add.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(sum), "f"(a), "f"(b), "f"(c),
+               "f"(d), "l"(policy)
+               : "memory");
+}
+#endif
 
 }  // namespace flash_dmattn::internal::cuda

@@ -23,10 +23,11 @@ __device__ inline void let_next_kernel_begin() {
 }
 
 // For a kernel that needs nothing of the one before it, and so runs beside it. By every thread at its end: those after
-// it wait for this kernel alone.
+// it wait for this kernel alone. The first block waits for all: were all blocks to wait, they would keep their places,
+// and those of the kernel after it could not begin.
 __device__ inline void end_dependent_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

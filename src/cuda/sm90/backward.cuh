@@ -206,15 +206,19 @@ struct BackwardBlock {
   // The warp's work.
   __device__ Work& work(int warp) const { return shared.works[shared.taken[warp] % 2]; }
 
+  // Whether most warps are done with a work earlier than the first one (end_work), and so which one takes the next
+  // work.
+  __device__ bool ends_early() const { return Config::kEndsWorksEarly && !takes_turns(); }
+  __device__ int taking_warp() const { return ends_early() ? Config::kProducerWarps - 1 : 0; }
+
   // The block's next work, if there is one: which, says one warp.
   __device__ bool take_work(int warp, int lane) const {
     Work& work = this->work(warp);
     const std::uint32_t taken = shared.taken[warp];
     wait_or_say(shared.works_empty[taken % 2], (taken / 2 % 2) ^ 1);
-    if (recomputed(warp) == 0) {
+    if (recomputed(warp) == taking_warp()) {
       const int next = next_work(taken == 0, lane);
       if (lane == 0) {
-        shared.head = -1;
         work.block.exists = false;
         if (next >= 0) {
           work.block = block_of_work<kTileKeys, kPlanned>(params, next);
@@ -223,7 +227,7 @@ struct BackwardBlock {
         }
       }
     }
-    if (warp == 0) arrive(shared_address(&shared.works_full[taken % 2]));
+    if (recomputed(warp) == taking_warp()) arrive(shared_address(&shared.works_full[taken % 2]));
     wait_or_say(shared.works_full[taken % 2], taken / 2 % 2);
     return work.block.exists;
   }
@@ -231,6 +235,7 @@ struct BackwardBlock {
   // By a warp: the number of the next work, less than 0: there is none. Where blocks wait for one another they
   // count their first works, too: a block that is not running yet has none that others could wait for.
   __device__ int next_work(bool is_first, int lane) const {
+    const int works = all_works<kTileKeys, kPlanned>(params);
     int work;
     do {
       int place = static_cast<int>(blockIdx.x);
@@ -239,7 +244,7 @@ struct BackwardBlock {
         if (!takes_turns()) place += recomputed(static_cast<int>(gridDim.x));
         place = __shfl_sync(~0u, place, 0);
       }
-      work = key_work<kTileKeys, kPlanned>(params, place);
+      work = key_work<kTileKeys, kPlanned>(params, place, works);
     } while (work == kNoWork);
     return work;
   }
@@ -275,8 +280,8 @@ struct BackwardBlock {
   }
 
   // Copies 32 rows of two tensors, the first with columns of queries and keys, the second with those of values, to
-  // panels. `index`: which rows, one a lane. Eight lanes take eight rows.
-  template <std::uint32_t kPanel>
+  // panels. `index`: which rows, one a lane. Eight lanes take eight rows. Those that are used once, L2 may forget.
+  template <std::uint32_t kPanel, bool kUsedOnce>
   __device__ void gather(int lane, std::int32_t index, const TokenRows& first, const TokenRows& second,
                          std::uint32_t first_target, std::uint32_t second_target) const {
     const int first_row = lane / 8 * 8, piece = lane % 8;
@@ -287,10 +292,16 @@ struct BackwardBlock {
 #pragma unroll
       for (int panel = 0; panel < Config::kPanels; ++panel) {
         const int column = panel * 64 + piece * 8;
-        copy_async_16(first_target + panel * kPanel + offset, first.row(source) + column,
-                      source >= 0 && column < params.head_dim);
-        copy_async_16(second_target + panel * kPanel + offset, second.row(source) + column,
-                      source >= 0 && column < params.value_dim);
+        const auto copy = [&](std::uint32_t target, const std::uint16_t* row, int columns) {
+          const bool valid = source >= 0 && column < columns;
+          if constexpr (kUsedOnce) {
+            copy_async_16(target + panel * kPanel + offset, row + column, valid, L2Policy::kUsedOnce);
+          } else {
+            copy_async_16(target + panel * kPanel + offset, row + column, valid);
+          }
+        };
+        copy(first_target, first.row(source), params.head_dim);
+        copy(second_target, second.row(source), params.value_dim);
       }
     }
   }
@@ -300,9 +311,9 @@ struct BackwardBlock {
     const Work& work = this->work(warp);
     const KeyBlock& block = work.block;
     wait_or_say(shared.keys.empty[0], (shared.taken[warp] % 2) ^ 1);
-    gather<kKeyPanel>(lane, work.key[warp * 32 + lane], rows_of(params.key, block.batch, block.key_head, 0),
-                      rows_of(params.value, block.batch, block.key_head, 0), keys + warp * 32 * 128,
-                      values + warp * 32 * 128);
+    gather<kKeyPanel, Config::kReadsKeysOnce>(
+        lane, work.key[warp * 32 + lane], rows_of(params.key, block.batch, block.key_head, 0),
+        rows_of(params.value, block.batch, block.key_head, 0), keys + warp * 32 * 128, values + warp * 32 * 128);
     arrive_when_copied(shared_address(&shared.keys.full[0]));
   }
 
@@ -357,11 +368,13 @@ struct BackwardBlock {
     const Work& work = this->work(warp);
     Walk& walk = shared.walks[warp];
     walk.start(params, work.block, work.existing);
+    if (recomputed(warp) == 0 && lane == 0) shared.head = -1;
     bool exists = true, has_keys = false;
 #pragma unroll 1
     while (exists) {
       Step step = walk.next(params, work.block, work.existing);
       exists = step.exists();
+      if (!exists && has_keys && recomputed(warp) != 0 && ends_early()) return end_work(at);
       if constexpr (!kPlanned) {
         // From the last rows to the first, tiles of keys that start at the same time meet one after another.
         if (exists && takes_turns()) step.row_tile = Walk::mirrored(params, work.block, work.existing, step.row_tile);
@@ -391,6 +404,15 @@ struct BackwardBlock {
       if (!has_keys) gather_keys(warp, lane);
       has_keys = true;
     }
+  }
+
+  // What says that a work has no more steps is written by the first warp, once the stage is empty. The others have
+  // nothing to write and do not wait for that, but look the next work up meanwhile, which takes longer than a step:
+  // all they need is that the stage was full before, or this would count as their part of that.
+  __device__ void end_work(Position<kStages>& at) const {
+    wait(shared_address(&shared.steps.full[at.stage]), at.parity ^ 1);
+    arrive(shared_address(&shared.steps.full[at.stage]));
+    at.advance();
   }
 
   // Queries, output gradients and facts of the step's rows. Rows past the last have facts too.
@@ -425,8 +447,8 @@ struct BackwardBlock {
     for (int first_row = 0; first_row < kTileRows; first_row += 32) {
       const int row = first_row + lane;
       facts.rows.lse[row] = source[row], facts.rows.delta[row] = source[kTileRows + row];
-      gather<kRowPanel>(lane, sees(row) ? row : -1, queries, gradients, queries_at(at.stage) + first_row * 128,
-                        output_gradients_at(at.stage) + first_row * 128);
+      gather<kRowPanel, false>(lane, sees(row) ? row : -1, queries, gradients, queries_at(at.stage) + first_row * 128,
+                               output_gradients_at(at.stage) + first_row * 128);
     }
     commit_copies();
     wait_copies<0>();

@@ -33,6 +33,14 @@ struct BackwardConfig {
   // Whether gradients of scores are made from rounded probabilities, as there are no registers to keep others.
   static constexpr bool kUnpacksProbabilities = kHeadDim != 96;
 
+  // Whether hidden probabilities are overwritten once they are packed, in 10 instructions of eight in place of 17;
+  // measured.
+  static constexpr bool kHidesPacked = kHeadDim > 64;
+
+  // Of producers, if they have the registers: whether L2 is told that keys are read once, and whether most warps look
+  // the next work up before consumers are told of the end of the one before.
+  static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients;
+
   // Of consumers that own keys, all measured:
   // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow;
   // whether a turn at the tensor cores goes on to the next step's scores, and if so whether it ends there, and not when

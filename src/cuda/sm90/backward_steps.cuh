@@ -249,6 +249,25 @@ struct BackwardSteps {
       }
   }
 
+  // The same once these are packed, two neighbouring rows at a time. Shifted, the words have the first row of each
+  // eight, or the second, as the sign of a byte, which a permutation of bytes (PTX: prmt) spreads over half a word.
+  __device__ void hide_packed(Fragments& packed) const {
+    const std::uint32_t words = shared_address(&facts().words[key_column()]);
+    const int first_bit = first_row();
+#pragma unroll
+    for (int key = 0; key < 2; ++key)
+#pragma unroll
+      for (int word = 0; word < Config::kWords; ++word) {
+        const std::uint32_t bits =
+            load_shared(words + (key * 8 * Config::kWords + word) * static_cast<std::uint32_t>(sizeof(word)));
+        const std::uint32_t first = bits << (7 - first_bit), second = bits << (6 - first_bit);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          packed[2 * word + n / 2][n % 2 * 2 + key] &= signs_of_bytes(first, second, n);
+        }
+      }
+  }
+
   __device__ static void pack_fragments(const float (&fragment)[kRowNTiles][4], Fragments& packed) {
 #pragma unroll
     for (int n = 0; n < kRowNTiles; ++n) {
@@ -295,7 +314,7 @@ struct BackwardSteps {
   // ---- Results
 
   // Adds part `part` of a step's query gradients in the order of the registers, so that neighbouring threads add to
-  // neighbouring addresses (query_gradients.cu reads them).
+  // neighbouring addresses (query_gradients.cu reads them). L2 is to keep the sums, to which other tiles of keys add.
   __device__ void add_query_gradients(const float (&dqueries)[kQueryNTiles][4], int part, int tile) const {
     add_query_gradients(dqueries, part, query_sums(part, tile));
   }
@@ -311,7 +330,7 @@ struct BackwardSteps {
     for (int n = 0; n < kQueryNTiles; ++n) {
       if (kHeadDim % 64 != 0 && first_n + n >= kDimNTiles) break;
       const float(&four)[4] = dqueries[n];
-      add_to_global(target + n * kWarpGroup * 4, four[0], four[1], four[2], four[3]);
+      add_to_global(target + n * kWarpGroup * 4, four[0], four[1], four[2], four[3], L2Policy::kKept);
     }
   }
 
@@ -504,8 +523,9 @@ struct BackwardSteps {
       read_pairs(lse, facts().rows.lse);  // again: there are no registers for both
     }
     exponentiate([&](int n) { return n < kCount ? lse[n % kCount] : pair_of(facts().rows.lse, n); });
-    if (!has(Facts::kFull)) hide(scores);
+    if (!Config::kHidesPacked && !has(Facts::kFull)) hide(scores);
     pack_fragments(scores, packed);
+    if (Config::kHidesPacked && !has(Facts::kFull)) hide_packed(packed);
   }
 
   // Of the steps that are added up in key_bias_gradient.

@@ -31,10 +31,12 @@ __global__ void __launch_bounds__(kWarpGroup) query_gradient_kernel(const __grid
   const TokenView& dquery = params.dquery;
   // 32 bits: divisions of 64 take long.
   const auto parts = static_cast<unsigned>(row_parts<kHeadDim>(params.rows));
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, pair = static_cast<int>(blockIdx.x / parts);
-  const int row = static_cast<int>(blockIdx.x % parts) * kPartRows + thread / 32 * 16 + lane / 4;
+  // From the last to the first: of those that were added to last, the cache still has some.
+  const unsigned number = gridDim.x - 1 - blockIdx.x;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, pair = static_cast<int>(number / parts);
+  const int row = static_cast<int>(number % parts) * kPartRows + thread / 32 * 16 + lane / 4;
   const auto* source =
-      reinterpret_cast<const float4*>(params.dquery_sums + std::int64_t{blockIdx.x} * kPartRows * kHeadDim) + thread;
+      reinterpret_cast<const float4*>(params.dquery_sums + std::int64_t{number} * kPartRows * kHeadDim) + thread;
   auto* target = static_cast<std::uint16_t*>(dquery.data) + pair / params.heads * dquery.batch_stride +
                  pair % params.heads * dquery.head_stride + row * dquery.token_stride;
   const float scale = params.score.scale;

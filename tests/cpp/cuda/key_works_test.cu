@@ -29,7 +29,7 @@ constexpr int kWrongBlock = -3;
 template <int kTileKeys>
 __global__ void read_works(const __grid_constant__ BackwardParams params, const std::int32_t* wanted,
                            std::int32_t* numbers) {
-  int number = key_work<kTileKeys, true>(params, static_cast<int>(blockIdx.x));
+  int number = key_work<kTileKeys, true>(params, static_cast<int>(blockIdx.x), all_works<kTileKeys, true>(params));
   if (number >= 0) {
     const KeyBlock block = block_of_work<kTileKeys, true>(params, number);
     number = wanted[blockIdx.x];

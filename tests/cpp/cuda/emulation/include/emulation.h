@@ -185,6 +185,14 @@ T __ldcg(const T* from) {
   return *from;
 }
 template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <typename T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+template <typename T>
 T __ldg(const T* from) {
   return *from;
 }
