@@ -96,14 +96,14 @@ struct ForwardBlock {
             KeyProducer<Element, Config>::kArrivals,
             kConsumers * ForwardConsumer<ForwardBlock>::kKeyReleases + ValueProducer<Config>::kKeyArrivals);
         shared.values.init(ValueProducer<Config>::kArrivals, kConsumers);
-        shared.ring.init(4 * kConsumers + 2 * Config::kRoleWarps);
+        shared.ring.init(32 * (4 * kConsumers + 2 * Config::kRoleWarps));
       } else {
         shared.keys.init(1, kConsumers);
         shared.values.init(1, kConsumers);
         if constexpr (Config::kBiasStages > 0) {
           shared.biases.init(kStagesKeyBias ? 32 : 1, kConsumers * ForwardConsumer<ForwardBlock>::kBiasReleases);
         }
-        shared.ring.init(4 * kConsumers + (stages_key_bias() ? 1 : 0));
+        shared.ring.init(32 * (4 * kConsumers + (stages_key_bias() ? 1 : 0)));
       }
       fence_barrier_init();
     }

@@ -58,13 +58,11 @@ struct ForwardScores {
   }
   __device__ int column_of(int n) const { return 8 * n + 2 * (thread() % 4); }
 
-  // One arrival for the warp group, whose products end together. At the keys of a plan one for each warp: it also says
-  // that the warp has read the facts of the stage before. Facts, and biases, are read by the threads themselves, and of
-  // what other threads have written, as opposed to the copy engine, each of them hands back its part: of a lane that
-  // did so for its warp, compute-sanitizer would not know that the others have read. (Where consumers take turns and
-  // look whether rows are calm, it finds an order in these barriers.)
-  static constexpr bool kOrdersWarps = Config::kTakesTurns && Config::kHasCalmLoop;
-  static constexpr int kKeyReleases = !kPlanned ? 1 : kOrdersWarps ? 4 : kWarpGroup;
+  // One arrival for the warp group, whose products end together. At the keys of a plan one of every thread: it also
+  // says that the thread has read the facts of the stage before. Facts, biases and works are read by the threads
+  // themselves, and of what other threads have written, as opposed to the copy engine, each of them hands back its
+  // part: of a lane that did so for its warp, compute-sanitizer would not know that the others have read.
+  static constexpr int kKeyReleases = kPlanned ? kWarpGroup : 1;
   static constexpr int kBiasReleases = Config::kRowBiased ? 4 : kWarpGroup;
   template <int kStages>
   __device__ void release(Pipeline<kStages>& pipeline, Position<kStages>& at, int releases = 1) {

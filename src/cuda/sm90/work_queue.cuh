@@ -34,7 +34,7 @@ struct WorkRing {
   Pipeline<kSlots> pipeline;
   Work works[kSlots];
 
-  // `takers`: warps.
+  // `takers`: threads.
   __device__ void init(int takers) {
     pipeline.init(1, takers);
     for (Work& work : works) work.kind = Work::kUsual, work.found_huge = false;
@@ -101,10 +101,9 @@ class WorkTaker {
   __device__ int slot() const { return static_cast<int>(taken_ % WorkRing::kSlots); }
   // Waits for the work after it; for one that is followed.
   __device__ int next_slot() const { return wait_for(taken_ + 1); }
-  // Of the work that was taken.
+  // Of the work that was taken. By every thread, as each has read it (ForwardScores::kKeyReleases).
   __device__ void release() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(shared_address(&ring_.pipeline.empty[slot()]));
+    arrive(shared_address(&ring_.pipeline.empty[slot()]));
     ++taken_;
   }
 

@@ -50,6 +50,20 @@ def test_attention(
     assert_right(case, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_several_works_a_block(dtype: torch.dtype, head_dim: int, planned: bool, deterministic: bool) -> None:
+    """Tiles of rows, and of keys, for every multiprocessor twice over: blocks that stay take several."""
+    rows = keys = 140
+    with on_cpu:
+        case = make_case(4, 40, 40, rows, keys, head_dim, dtype=dtype, is_causal=True)
+        if planned:
+            case = replace(case, mask=torch.rand(1, 1, rows, keys) < 0.3)
+        case = poison_unseen(case)
+    assert_right(case, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("largest", [None, 15000.0], ids=["usual scores", "huge scores"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
