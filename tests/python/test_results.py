@@ -25,11 +25,16 @@ MEASURED_BEFORE = {
     ("docs/benchmarks.md", "Earlier figures"),
 }
 SAYS_SO = "easured before results were kept"
-# Scripts whose figures differ in kind between machines: with AMX and without, on two GPUs and on four.
-SEVERAL_MACHINES = {"cpu_attention", "cpu_dynamic_mask", "gpu_distributed"}
+# Scripts whose figures differ in kind between machines: with AMX and without, with faster memory and slower, on two
+# GPUs and on four.
+SEVERAL_MACHINES = {"cpu_attention", "cpu_dynamic_mask", "gpu_attention", "gpu_distributed"}
 # Cases that a file does not have: they failed, for reasons of their own, or came later.
 WITHOUT = {
     "2-x-nvidia-h200-gpu_distributed": {"strong", "weak"},  # which the file of four GPUs has
+    # Which that of an H200 has.
+    "nvidia-h100-80gb-hbm3-gpu_attention": {
+        *("sustained", "densities", "windows", "lengths", "model_lengths", "kept"),
+    },
 }
 
 
