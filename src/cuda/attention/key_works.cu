@@ -50,19 +50,21 @@ __device__ Tiles works_of(const BackwardParams& params, int entry) {
   return {first / kTileKeys, (end + kTileKeys - 1) / kTileKeys - first / kTileKeys};
 }
 
-// What a work is. `starts`: those of params.works, or a copy.
+// What a work is. `kept`: a copy of params.works.starts, if the entries are few enough.
 template <int kTileKeys>
-__device__ KeyBlock block_of(const BackwardParams& params, const std::int32_t* starts, int work) {
+__device__ KeyBlock block_of(const BackwardParams& params, const std::int32_t (&kept)[kMostKeptEntries], int work) {
   // The last entry that begins at the work or before has it, since an entry without works begins where the next one
   // does.
   const KeyWorks& works = params.works;
   int entry = 0, end = key_work_entries(params);
+  const bool keeps = end <= kMostKeptEntries;
+  const auto start_of = [&](int other) { return keeps ? kept[other] : works.starts[other]; };
   while (end - entry > 1) {
     const int middle = (entry + end) / 2;
-    (starts[middle] <= work ? entry : end) = middle;
+    (start_of(middle) <= work ? entry : end) = middle;
   }
   const int lists = key_work_lists(params), list = entry % lists,
-            tile = works.first_tiles[entry] + work - starts[entry];
+            tile = works.first_tiles[entry] + work - start_of(entry);
   const int key_tiles = range_tiles<kTileKeys>(params), list_tiles = params.plan.capacity / kTileKeys;
   const int tiles = key_tiles + list_tiles * (lists - 1), first = list == 0 ? 0 : key_tiles + (list - 1) * list_tiles;
   return key_block<kTileKeys, true>(params, static_cast<unsigned>(entry / lists * tiles + first + tile));
@@ -116,17 +118,16 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
   // rows, in the cache, which those of one key head do.
   const int ordered = list.last == nullptr ? 0 : min(2 * params.processors, kMostOrderedBlocks);
   const int count = min(works, ordered), first_ordered = works - count;
-  const std::int32_t* starts = keeps ? kept_starts : list.starts;
   if (count > 0) {
     order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
-      const KeyBlock block = block_of<kTileKeys>(params, starts, first_ordered + index);
+      const KeyBlock block = block_of<kTileKeys>(params, kept_starts, first_ordered + index);
       return RowWalk<kUnitRows, kTileKeys, true>::visits(params, block, lane, lanes);
     });
     __syncthreads();
   }
   for (int place = thread; place < works; place += kThreads) {
     const int work = place < first_ordered ? place : first_ordered + list.last[place - first_ordered];
-    list.blocks[place] = block_of<kTileKeys>(params, starts, work);
+    list.blocks[place] = block_of<kTileKeys>(params, kept_starts, work);
   }
 }
 
