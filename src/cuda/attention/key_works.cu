@@ -99,7 +99,6 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
   begin_dependent_kernel();
   const int entries = key_work_entries(params), thread = static_cast<int>(threadIdx.x);
   const KeyWorks& list = params.works;
-  const bool keeps = entries <= kMostKeptEntries;
   int works = 0;
   for (int first = 0; first < entries; first += kThreads) {
     const int entry = first + thread;
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
     const int before = sum_before(tiles.count, &total);
     if (entry < entries) {
       list.starts[entry] = works + before, list.first_tiles[entry] = tiles.first;
-      if (keeps) kept_starts[entry] = works + before;
+      if (entry < kMostKeptEntries) kept_starts[entry] = works + before;
     }
     works += total;
   }
