@@ -11,15 +11,21 @@
 namespace flash_dmattn::internal::cuda {
 namespace {
 
-// A block packs a strip of keys of one unit of rows in shared memory, where bits are set in any order, and writes it
-// out key by key. Longer strips would read lists less often; this one leaves room for three blocks on a processor of
-// compute capability 9.0 and for one on the smallest.
-constexpr int kStripKeys = 8192;
-constexpr int kPackWarps = 16;
-constexpr int kPackThreads = 32 * kPackWarps;
 constexpr int kUnitWords = kUnitRows / kWordRows;
 static_assert(kUnitWords == 2);  // what a block writes of a key is 8 bytes
-constexpr std::size_t kSharedBytes = std::size_t{kUnitWords} * kStripKeys * sizeof(std::uint32_t);
+
+// A block packs a strip of keys of one unit of rows in shared memory, where bits are set in any order, and writes it
+// out key by key. Lists are read once for every strip: long ones are taken where a processor has the memory, and there
+// are more keys than a short one has. Short strips leave room for three blocks on a processor of compute capability 9.0
+// and for one on the smallest.
+template <int kStripKeys>
+struct Strip {
+  static constexpr int kKeys = kStripKeys, kWarps = kKeys / 512, kThreads = 32 * kWarps;
+  static constexpr std::size_t kSharedBytes = std::size_t{kUnitWords} * kKeys * sizeof(std::uint32_t);
+  static constexpr int kBlocks = kThreads == 1024 ? 1 : 3;  // of a processor
+};
+using ShortStrip = Strip<8192>;
+using LongStrip = Strip<16384>;
 
 struct ListShape {
   IndexViews indices;
@@ -67,7 +73,10 @@ __device__ inline void set_listed_bits(const RowList& list, std::int64_t block_s
   });
 }
 
-__global__ __launch_bounds__(kPackThreads, 3) void pack_indices_kernel(const __grid_constant__ ListShape shape) {
+template <typename Strip>
+__global__ __launch_bounds__(Strip::kThreads,
+                             Strip::kBlocks) void pack_indices_kernel(const __grid_constant__ ListShape shape) {
+  constexpr int kStripKeys = Strip::kKeys;
   std::uint32_t* words = dynamic_shared<std::uint32_t>();  // (kUnitWords, kStripKeys)
   begin_dependent_kernel();
   const std::uint32_t unit = blockIdx.x / shape.strips % kChunkUnits;
@@ -81,9 +90,9 @@ __global__ __launch_bounds__(kPackThreads, 3) void pack_indices_kernel(const __g
   const auto rows =
       static_cast<std::int32_t>(min(max(shape.rows - first_row, std::int64_t{0}), std::int64_t{kUnitRows}));
 
-  for (int i = threadIdx.x; i < kUnitWords * kStripKeys; i += kPackThreads) words[i] = 0;
+  for (int i = threadIdx.x; i < kUnitWords * kStripKeys; i += Strip::kThreads) words[i] = 0;
   __syncthreads();
-  for (std::int32_t row = threadIdx.x / 32; row < rows; row += kPackWarps) {
+  for (std::int32_t row = threadIdx.x / 32; row < rows; row += Strip::kWarps) {
     // With every key existing, which hides least, the causal rule lets the row see its first row + 1 + Sk - Sq keys.
     if (shape.is_causal && first_row + row + 1 + shape.keys - shape.rows <= first_key) continue;
     const RowList list = list_of_row(shape.indices, batch, head, static_cast<std::int32_t>(first_row + row));
@@ -98,7 +107,7 @@ __global__ __launch_bounds__(kPackThreads, 3) void pack_indices_kernel(const __g
   };
   const std::uint32_t missing_low = missing(0), missing_high = missing(1);
   const std::int64_t first_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys + first_key;
-  for (std::int32_t key = threadIdx.x; key < keys; key += kPackThreads) {
+  for (std::int32_t key = threadIdx.x; key < keys; key += Strip::kThreads) {
     const std::uint32_t low = words[key], high = words[kStripKeys + key];
     const std::int64_t entry = first_entry + key;
     *reinterpret_cast<uint2*>(shape.words + entry * kChunkWords + unit * kUnitWords) = {low, high};
@@ -106,6 +115,15 @@ __global__ __launch_bounds__(kPackThreads, 3) void pack_indices_kernel(const __g
     const std::uint32_t bits = (any ? 1u << unit : 0) | (all ? 1u << (kChunkUnits + unit) : 0);
     if (bits != 0) atomicOr(shape.units + entry, bits);
   }
+}
+
+template <typename Strip>
+cudaError_t pack_strips(ListShape shape, std::int64_t planes, cudaStream_t stream) {
+  const std::int64_t strips = (std::int64_t{shape.keys} + Strip::kKeys - 1) / Strip::kKeys;
+  shape.strips = static_cast<std::uint32_t>(strips);
+  return launch_blocks(pack_indices_kernel<Strip>,
+                       {planes * shape.chunks * kChunkUnits * strips, Strip::kThreads, Strip::kSharedBytes}, stream,
+                       shape);
 }
 
 // A mask with the bits that lists stand for: sizes and head divisor, no memory.
@@ -131,28 +149,26 @@ PackedMask packed_indices_at(const IndexViews& indices, std::int64_t rows, std::
   return packed_mask_at(mask_of(indices, rows, keys), rows, keys, memory);
 }
 
-cudaError_t pack_indices(const IndexViews& indices, std::int64_t rows, std::int64_t keys, bool is_causal, void* memory,
-                         PackedMask* packed, cudaStream_t stream) {
+cudaError_t pack_indices(const IndexViews& indices, std::int64_t rows, std::int64_t keys, bool is_causal,
+                         std::size_t shared_limit, void* memory, PackedMask* packed, cudaStream_t stream) {
   const BroadcastView mask = mask_of(indices, rows, keys);
   *packed = packed_mask_at(mask, rows, keys, memory);
   const std::int64_t chunks = (rows + kChunkRows - 1) / kChunkRows, planes = mask.batches * mask.heads;
-  const std::int64_t strips = (keys + kStripKeys - 1) / kStripKeys;
-  if (planes * chunks * strips == 0) return cudaSuccess;
+  if (planes * chunks * keys == 0) return cudaSuccess;
 
   ListShape shape = {};
   shape.indices = indices;
   shape.rows = static_cast<std::int32_t>(rows), shape.keys = static_cast<std::int32_t>(keys);
   shape.is_causal = is_causal;
   shape.heads = static_cast<std::uint32_t>(mask.heads), shape.chunks = static_cast<std::uint32_t>(chunks);
-  shape.strips = static_cast<std::uint32_t>(strips);
   shape.head_divisor = mask.head_divisor;
   shape.words = const_cast<std::uint32_t*>(packed->words);  // readers' pointers to what is written here
   shape.units = const_cast<std::uint32_t*>(packed->units);
   const auto entries = static_cast<std::size_t>(planes * chunks * keys);
   const cudaError_t error = cudaMemsetAsync(shape.units, 0, entries * sizeof(std::uint32_t), stream);
   if (error != cudaSuccess) return error;
-  return launch_blocks(pack_indices_kernel, {planes * chunks * kChunkUnits * strips, kPackThreads, kSharedBytes},
-                       stream, shape);
+  const bool takes_long = keys > ShortStrip::kKeys && shared_limit >= LongStrip::kSharedBytes;
+  return takes_long ? pack_strips<LongStrip>(shape, planes, stream) : pack_strips<ShortStrip>(shape, planes, stream);
 }
 
 }  // namespace flash_dmattn::internal::cuda

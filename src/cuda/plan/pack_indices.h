@@ -20,8 +20,9 @@ PackedMask packed_indices_at(const IndexViews& indices, std::int64_t rows, std::
 
 // Packs the lists into `memory` (aligned to 64 bytes) and describes the result in `packed`: bit by bit what pack_mask
 // makes of the mask that says the same. `is_causal`: the causal rule holds beside the lists, so that what it hides may
-// or may not be among the bits. Returns launch errors only; enqueues a clearing and one kernel and never waits.
-cudaError_t pack_indices(const IndexViews& indices, std::int64_t rows, std::int64_t keys, bool is_causal, void* memory,
-                         PackedMask* packed, cudaStream_t stream);
+// or may not be among the bits. `shared_limit`: bytes of shared memory that a block may have. Returns launch errors
+// only; enqueues a clearing and one kernel and never waits.
+cudaError_t pack_indices(const IndexViews& indices, std::int64_t rows, std::int64_t keys, bool is_causal,
+                         std::size_t shared_limit, void* memory, PackedMask* packed, cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

@@ -127,8 +127,8 @@ void PreparedVisibility::write(const AttentionProblem& problem, Launches* launch
     launches->then([&] {
       const VisibilityViews& views = problem.visibility;
       return views.indices.defined()
-                 ? pack_indices(views.indices, problem.rows, problem.keys, views.is_causal, packed_memory_,
-                                &visibility.packed, stream)
+                 ? pack_indices(views.indices, problem.rows, problem.keys, views.is_causal, current_gpu().shared_limit,
+                                packed_memory_, &visibility.packed, stream)
                  : pack_mask(views.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
   }

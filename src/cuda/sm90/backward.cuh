@@ -260,15 +260,15 @@ struct BackwardBlock {
   __device__ void find_key(int warp, int lane) const {
     Work& work = this->work(warp);
     const KeyBlock& block = work.block;
-    const std::int32_t key = key_of(block, warp * 32 + lane);
+    const std::int32_t key = key_of(block, warp * kProducedKeys + lane);
     const RowRange range = visible_rows<true>(params.visibility, block.batch, block.first_head, work.existing, key);
     bool visible = range.begin < range.end;
     if constexpr (kPlanned) {
       visible = any_row_sees<true>(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
                                    block.end_chunk);
     }
-    work.key[warp * 32 + lane] = visible ? key : -1;
-    shared.range[warp * 32 + lane] = range;
+    work.key[warp * kProducedKeys + lane] = visible ? key : -1;
+    shared.range[warp * kProducedKeys + lane] = range;
   }
 
   // The key of a column of the tile, -1: none.
@@ -310,11 +310,27 @@ struct BackwardBlock {
   __device__ void gather_keys(int warp, int lane) const {
     const Work& work = this->work(warp);
     const KeyBlock& block = work.block;
+    const std::int32_t key = work.key[warp * kProducedKeys + lane];
     wait_or_say(shared.keys.empty[0], (shared.taken[warp] % 2) ^ 1);
-    gather<kKeyPanel, Config::kReadsKeysOnce>(
-        lane, work.key[warp * 32 + lane], rows_of(params.key, block.batch, block.key_head, 0),
-        rows_of(params.value, block.batch, block.key_head, 0), keys + warp * 32 * 128, values + warp * 32 * 128);
-    arrive_when_copied(shared_address(&shared.keys.full[0]));
+    const std::uint32_t full = shared_address(&shared.keys.full[0]);
+    // Neighbours that all exist and are seen come in boxes: a handful of instructions in place of some hundred.
+    if (maps.boxes_of_keys && !block.listed && __all_sync(~0u, key >= 0)) {
+      if (lane == 0) {
+        expect_bytes(full, 2 * Config::kPanels * kProducedKeys * 128);
+#pragma unroll
+        for (int panel = 0; panel < Config::kPanels; ++panel) {
+          const std::uint32_t offset = panel * kKeyPanel + warp * kProducedKeys * 128;
+          load_box(keys + offset, maps.key, panel * 64, key, block.key_head, block.batch, full);
+          load_box(values + offset, maps.value, panel * 64, key, block.key_head, block.batch, full);
+        }
+      }
+      __syncwarp();
+      return arrive(full);
+    }
+    gather<kKeyPanel, Config::kReadsKeysOnce>(lane, key, rows_of(params.key, block.batch, block.key_head, 0),
+                                              rows_of(params.value, block.batch, block.key_head, 0),
+                                              keys + warp * kProducedKeys * 128, values + warp * kProducedKeys * 128);
+    arrive_when_copied(full);
   }
 
   __device__ std::int64_t tile_of(const KeyBlock& block, const Step& step) const {
@@ -395,7 +411,7 @@ struct BackwardBlock {
         }
         if (exists) bring_rows(work.block, step, facts, at, lane);
       }
-      if (exists && recomputed(full) == 0) make_words(work, step, warp * 32 + lane, facts);
+      if (exists && recomputed(full) == 0) make_words(work, step, warp * kProducedKeys + lane, facts);
       if (takes_turns() && threadIdx.x == kSayingThread) say_what_is_added(work.block, step);
       __syncwarp();
       arrive(shared_address(&shared.steps.full[at.stage]));

@@ -170,8 +170,17 @@ CUresult make_maps(const BackwardProblem& problem, const BackwardTiles& tiles, s
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.rows, problem.heads, columns, tiles.rows,
                                  map);
   };
-  const CUresult result = make(problem.query, problem.head_dim, &maps->query);
-  return result != CUDA_SUCCESS ? result : make(problem.dout, problem.value_dim, &maps->dout);
+  const auto make_of_keys = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
+    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
+                                 sm90::kProducedKeys, map);
+  };
+  CUresult result = make(problem.query, problem.head_dim, &maps->query);
+  if (result == CUDA_SUCCESS) result = make(problem.dout, problem.value_dim, &maps->dout);
+  maps->boxes_of_keys = sm90::has_tensor_map(problem.key, problem.batch, problem.keys, problem.key_heads) &&
+                        sm90::has_tensor_map(problem.value, problem.batch, problem.keys, problem.key_heads);
+  if (result != CUDA_SUCCESS || !maps->boxes_of_keys) return result;
+  result = make_of_keys(problem.key, problem.head_dim, &maps->key);
+  return result != CUDA_SUCCESS ? result : make_of_keys(problem.value, problem.value_dim, &maps->value);
 }
 
 Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {

@@ -85,6 +85,10 @@ struct ForwardConfig {
                                   : has_registers({kConsumerRegisters, kConsumerRegisters, kProducerRegisters}));
   // Whether the warp groups take turns at the tensor cores, so that one multiplies while another exponentiates.
   static constexpr bool kTakesTurns = kHeadDim <= 128;
+  // How many products of 16 keys with their values a consumer begins when it has its calm scores, not before it waits
+  // for them: it is held up at each until the tensor cores come to it, and could exponentiate meanwhile. Where scores
+  // are prepared at length (a bias, hidden keys) it costs more than it gains.
+  static constexpr int kLateProducts = kPlanned && kTakesTurns && kScoring == Scoring::kNone ? 1 : 0;
   // Whether the first scores of a work are computed while the one before ends. Takes registers.
   static constexpr bool kChainsWorks = kPlanned && kHeadDim <= 192 && kScoring != Scoring::kAny;
   // Whether a consumer leaves out tiles that only others' rows see: past the diagonal, and where it has no rows. Takes

@@ -62,14 +62,16 @@ struct ForwardConsumer : ForwardScores<Block> {
     wgmma_commit();
   }
 
-  // sums += probabilities values, under way
+  // sums += probabilities values, under way; or the products [kFirst, kEnd) of 16 keys each, the first ones first.
+  static constexpr int kProducts = kTileKeys / 16;
+  template <int kFirst = 0, int kEnd = kProducts>
   __device__ void add_values(const std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
-    wait_full(block.shared.values, value_at);
+    if (kFirst == 0) wait_full(block.shared.values, value_at);
     const std::uint64_t b = matrix_descriptor(
         block.values + value_at.stage * static_cast<std::uint32_t>(Config::kValueBytes), kTilePanel, 1024);
-    wgmma_fence();
+    if (kFirst == 0) wgmma_fence();
 #pragma unroll
-    for (int depth = 0; depth < kTileKeys / 16; ++depth) {
+    for (int depth = kFirst; depth < kEnd; ++depth) {
       wgmma<Element, BRows::kDepth>(sums[0], probabilities[depth], advanced(b, depth * 16 * 128), true);
     }
     wgmma_commit();
@@ -139,8 +141,8 @@ struct ForwardConsumer : ForwardScores<Block> {
     if (Config::kTakesTurns) arrive_named_barrier(kTurnBarrier + (group + 1) % kConsumers, 2 * kWarpGroup);
   }
 
-  // All works of the block.
-  __device__ void run() {
+  // All works of the block. Inlined whatever its size: products may not be under way where functions are called.
+  __device__ __forceinline__ void run() {
     // Each consumer takes as many turns as the others: their works have the same tiles.
     if (Config::kTakesTurns && group == kConsumers - 1) pass_turn();
 #pragma unroll 1
@@ -241,12 +243,17 @@ struct ForwardConsumer : ForwardScores<Block> {
   template <bool kCalm>
   __device__ void add_tile(std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
     const float multiplier = block.params.score.multiplier;
+    constexpr int kEarly = kProducts - (kCalm ? Config::kLateProducts : 0);
     take_turn();
     multiply_keys();
-    add_values(probabilities);
-    pass_turn();
+    add_values<0, kEarly>(probabilities);
+    if (kEarly == kProducts) pass_turn();
     wgmma_wait<1>();
     prepare_scores();
+    if constexpr (kEarly < kProducts) {
+      add_values<kEarly>(probabilities);
+      pass_turn();
+    }
     if constexpr (kCalm) {
       // The first row's are packed beside the second row's exponentials: in registers that products read until then.
       bool outgrown = exponentiate_calm_row<Config::kGroupedScores>(multiplier, scores, 0, row_max, row_sum);

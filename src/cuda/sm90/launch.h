@@ -46,9 +46,11 @@ auto by_kernel(const Sm90ForwardParams& params, bool planned, Function function)
                                    : function.template operator()<false, Scoring::kNone>();
 }
 
-// What a backward reads in boxes of a step's rows.
+// What a backward reads in boxes: of a step's rows, and of the keys of a producer's warp.
 struct BackwardMaps {
   CUtensorMap query, dout;
+  CUtensorMap key, value;
+  bool boxes_of_keys;  // or the strides of keys or values do not allow boxes, and all are gathered
 };
 
 // One unit of compilation for each element type and bucket (backward_instance.cu).

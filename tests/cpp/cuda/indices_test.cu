@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/params.h"
 #include "cuda/plan/pack_indices.h"
 #include "cuda/plan/pack_mask.h"
 #include "index_testing.h"
@@ -17,7 +18,7 @@
 namespace flash_dmattn::internal::cuda {
 namespace {
 
-void expect_packed(Lists& lists, bool is_causal) {
+void expect_packed(Lists& lists, bool is_causal, std::size_t shared_limit = kLeastSharedBytes) {
   const auto [batch, heads, key_heads, rows, keys] = lists.sizes;
   Tensor<std::uint8_t> mask;
   Rng rng(0);
@@ -34,7 +35,7 @@ void expect_packed(Lists& lists, bool is_causal) {
   DeviceMemory memory(packed_indices_bytes(lists.views, rows, keys));
   PackedMask expected, packed;
   expect_success(pack_mask(mask.view, rows, keys, mask_memory.get(), &expected, nullptr));
-  expect_success(pack_indices(lists.views, rows, keys, is_causal, memory.get(), &packed, nullptr));
+  expect_success(pack_indices(lists.views, rows, keys, is_causal, shared_limit, memory.get(), &packed, nullptr));
   expect_success(cudaDeviceSynchronize());
   const PackedMask described = packed_indices_at(lists.views, rows, keys, memory.get());
   EXPECT_EQ(described.words, packed.words);
@@ -83,14 +84,27 @@ TEST(PackIndices, BitsAreThoseOfTheMaskThatSaysTheSame) {
   }
 }
 
-// Strips of keys, of which later ones are skipped under the causal rule.
+// Bytes of shared memory that a block of this GPU may have.
+std::size_t shared_limit_of_gpu() {
+#ifdef __CUDACC__
+  int bytes = 0;
+  expect_success(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+  return static_cast<std::size_t>(bytes);
+#else
+  return kWideSharedBytes;  // emulated
+#endif
+}
+
+// Strips of keys, of which later ones are skipped under the causal rule: short ones, and long ones if there is memory.
 TEST(PackIndices, MoreKeysThanABlockPacks) {
   Rng rng(2);
-  for (const bool is_causal : {false, true}) {
-    for (const std::int64_t block_size : {1, 1000}) {
-      Lists lists = random_lists(rng, {1, 1, 1, 200, 20000}, 40, false, block_size);
-      expect_packed(lists, is_causal);
-      if (HasFatalFailure()) return;
+  for (const std::size_t shared_limit : {kLeastSharedBytes, shared_limit_of_gpu()}) {
+    for (const bool is_causal : {false, true}) {
+      for (const std::int64_t block_size : {1, 1000}) {
+        Lists lists = random_lists(rng, {1, 1, 1, 200, 20000}, 40, false, block_size);
+        expect_packed(lists, is_causal, shared_limit);
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }
@@ -104,7 +118,8 @@ TEST(PackIndices, NothingToPack) {
     views.entries.batch_stride = views.entries.head_stride = views.entries.row_stride = 1;
     DeviceMemory memory(packed_indices_bytes(views, sizes.rows, sizes.keys));
     PackedMask packed;
-    expect_success(pack_indices(views, sizes.rows, sizes.keys, false, memory.get(), &packed, nullptr));
+    expect_success(
+        pack_indices(views, sizes.rows, sizes.keys, false, kLeastSharedBytes, memory.get(), &packed, nullptr));
   }
   expect_success(cudaDeviceSynchronize());
 }
