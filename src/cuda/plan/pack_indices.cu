@@ -22,7 +22,7 @@ template <int kStripKeys>
 struct Strip {
   static constexpr int kKeys = kStripKeys, kWarps = kKeys / 512, kThreads = 32 * kWarps;
   static constexpr std::size_t kSharedBytes = std::size_t{kUnitWords} * kKeys * sizeof(std::uint32_t);
-  static constexpr int kBlocks = kThreads == 1024 ? 1 : 3;  // of a processor
+  static constexpr int kBlocks = 1536 / kThreads;  // of a processor
 };
 using ShortStrip = Strip<8192>;
 using LongStrip = Strip<16384>;
@@ -76,28 +76,27 @@ __device__ inline void set_listed_bits(const RowList& list, std::int64_t block_s
 template <typename Strip>
 __global__ __launch_bounds__(Strip::kThreads,
                              Strip::kBlocks) void pack_indices_kernel(const __grid_constant__ ListShape shape) {
-  constexpr int kStripKeys = Strip::kKeys;
-  std::uint32_t* words = dynamic_shared<std::uint32_t>();  // (kUnitWords, kStripKeys)
+  std::uint32_t* words = dynamic_shared<std::uint32_t>();  // (kUnitWords, Strip::kKeys)
   begin_dependent_kernel();
   const std::uint32_t unit = blockIdx.x / shape.strips % kChunkUnits;
   const std::uint32_t chunk = blockIdx.x / shape.strips / kChunkUnits % shape.chunks;
   const std::uint32_t plane = blockIdx.x / shape.strips / kChunkUnits / shape.chunks;
   const std::int64_t batch = plane / shape.heads, head = plane % shape.heads * shape.head_divisor;
-  const std::int32_t first_key = static_cast<std::int32_t>(blockIdx.x % shape.strips) * kStripKeys;
-  const std::int32_t keys = min(shape.keys - first_key, kStripKeys);
+  const std::int32_t first_key = static_cast<std::int32_t>(blockIdx.x % shape.strips) * Strip::kKeys;
+  const std::int32_t keys = min(shape.keys - first_key, Strip::kKeys);
   // Chunks may reach beyond the last row, by less than 2^31.
   const std::int64_t first_row = std::int64_t{chunk} * kChunkRows + unit * kUnitRows;
   const auto rows =
       static_cast<std::int32_t>(min(max(shape.rows - first_row, std::int64_t{0}), std::int64_t{kUnitRows}));
 
-  for (int i = threadIdx.x; i < kUnitWords * kStripKeys; i += Strip::kThreads) words[i] = 0;
+  for (int i = threadIdx.x; i < kUnitWords * Strip::kKeys; i += Strip::kThreads) words[i] = 0;
   __syncthreads();
   for (std::int32_t row = threadIdx.x / 32; row < rows; row += Strip::kWarps) {
     // With every key existing, which hides least, the causal rule lets the row see its first row + 1 + Sk - Sq keys.
     if (shape.is_causal && first_row + row + 1 + shape.keys - shape.rows <= first_key) continue;
     const RowList list = list_of_row(shape.indices, batch, head, static_cast<std::int32_t>(first_row + row));
     set_listed_bits(list, shape.indices.block_size, first_key, keys, 1u << row % kWordRows,
-                    words + row / kWordRows * kStripKeys);
+                    words + row / kWordRows * Strip::kKeys);
   }
   __syncthreads();
 
@@ -108,7 +107,7 @@ __global__ __launch_bounds__(Strip::kThreads,
   const std::uint32_t missing_low = missing(0), missing_high = missing(1);
   const std::int64_t first_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys + first_key;
   for (std::int32_t key = threadIdx.x; key < keys; key += Strip::kThreads) {
-    const std::uint32_t low = words[key], high = words[kStripKeys + key];
+    const std::uint32_t low = words[key], high = words[Strip::kKeys + key];
     const std::int64_t entry = first_entry + key;
     *reinterpret_cast<uint2*>(shape.words + entry * kChunkWords + unit * kUnitWords) = {low, high};
     const bool any = (low | high) != 0, all = ((low | missing_low) & (high | missing_high)) == ~0u;

@@ -30,49 +30,9 @@
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/query_turns.cuh"
 #include "cuda/sm90/split_backward_consumer.cuh"
+#include "cuda/sm90/step_facts.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
-
-// What consumers know of a step.
-template <typename Config>
-struct alignas(16) StepFacts {
-  // Of `mark`, which has all that consumers ask for at every step, since one number for all lanes takes a register that
-  // they have, and many do not.
-  enum Mark : std::uint32_t {
-    kExists = 1,          // there is a step; else it is the end of the work
-    kFull = 2,            // every row sees every key; there are no words
-    kStartsHead = 4,      // it is the first of a head
-    kOddRound = 8,        // the pipeline's round is odd; from kStageShift on its stage
-    kTransforms = 16,     // of the call: anything is done to scores before the exponent
-    kBiased = 32,         // there is a bias
-    kSumsKeyBias = 64,    // its gradient is asked for
-    kLargeRows = 128,     // there are large rows
-    kTakesTurns = 256,    // sums of queries are added to in turn
-    kNever = 1u << 15,    // is not set, which the compiler does not know
-    kOddWork = 1u << 18,  // the work's number is odd
-    kDone = 1u << 19,     // there is no work, either
-  };
-  // Besides the number of the step, and of the one before, modulo kNumbers.
-  static constexpr int kNumberShift = 9, kLastNumberShift = 12, kStageShift = 16, kAddressShift = 24;
-  static constexpr std::uint32_t kNumbers = 2 * Config::kTurnPlaces;
-  static_assert(kNumbers <= 8 && kNumbers % (2 * Config::kScoreStages) == 0);
-  static constexpr std::uint32_t kStageMask = 3, kAddressUnits = 1024;
-  static_assert(Config::kStages <= kStageMask);
-
-  // Those of the call, but for kLargeRows: the host does not know of these.
-  __host__ __device__ static std::uint32_t marks_of(const BackwardParams& params) {
-    return (params.score.transforms ? kTransforms : 0) | (params.bias.defined() ? kBiased : 0) |
-           (params.dbias_sums != nullptr ? kSumsKeyBias : 0) | (params.turns.queries != nullptr ? kTakesTurns : 0);
-  }
-
-  struct {
-    RowFacts lse[Config::kTileRows], delta[Config::kTileRows];
-  } rows;
-  std::uint32_t words[Config::kTileKeys][Config::kWords];  // of the step's rows, 32 at a time
-  int head, first_row;
-  int tile;  // of all tiles of rows, in all colors: where sums of dquery lie
-  std::uint32_t mark;
-};
 
 // kItsAbsent: marks that no step of the call has. Their code is left out: it would not be run, but stand between
 // what is. Without all that can be absent the loop over steps is half as long.
@@ -260,15 +220,15 @@ struct BackwardBlock {
   __device__ void find_key(int warp, int lane) const {
     Work& work = this->work(warp);
     const KeyBlock& block = work.block;
-    const std::int32_t key = key_of(block, warp * kProducedKeys + lane);
+    const std::int32_t key = key_of(block, warp * kWarpKeys + lane);
     const RowRange range = visible_rows<true>(params.visibility, block.batch, block.first_head, work.existing, key);
     bool visible = range.begin < range.end;
     if constexpr (kPlanned) {
       visible = any_row_sees<true>(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
                                    block.end_chunk);
     }
-    work.key[warp * kProducedKeys + lane] = visible ? key : -1;
-    shared.range[warp * kProducedKeys + lane] = range;
+    work.key[warp * kWarpKeys + lane] = visible ? key : -1;
+    shared.range[warp * kWarpKeys + lane] = range;
   }
 
   // The key of a column of the tile, -1: none.
@@ -307,19 +267,19 @@ struct BackwardBlock {
   }
 
   // Once consumers are done with those before. Keys that nobody sees arrive as zeros.
-  __device__ void gather_keys(int warp, int lane) const {
+  __device__ void bring_keys(int warp, int lane) const {
     const Work& work = this->work(warp);
     const KeyBlock& block = work.block;
-    const std::int32_t key = work.key[warp * kProducedKeys + lane];
+    const std::int32_t key = work.key[warp * kWarpKeys + lane];
     wait_or_say(shared.keys.empty[0], (shared.taken[warp] % 2) ^ 1);
     const std::uint32_t full = shared_address(&shared.keys.full[0]);
     // Neighbours that all exist and are seen come in boxes: a handful of instructions in place of some hundred.
     if (maps.boxes_of_keys && !block.listed && __all_sync(~0u, key >= 0)) {
       if (lane == 0) {
-        expect_bytes(full, 2 * Config::kPanels * kProducedKeys * 128);
+        expect_bytes(full, 2 * Config::kPanels * kWarpKeys * 128);
 #pragma unroll
         for (int panel = 0; panel < Config::kPanels; ++panel) {
-          const std::uint32_t offset = panel * kKeyPanel + warp * kProducedKeys * 128;
+          const std::uint32_t offset = panel * kKeyPanel + warp * kWarpKeys * 128;
           load_box(keys + offset, maps.key, panel * 64, key, block.key_head, block.batch, full);
           load_box(values + offset, maps.value, panel * 64, key, block.key_head, block.batch, full);
         }
@@ -329,7 +289,7 @@ struct BackwardBlock {
     }
     gather<kKeyPanel, Config::kReadsKeysOnce>(lane, key, rows_of(params.key, block.batch, block.key_head, 0),
                                               rows_of(params.value, block.batch, block.key_head, 0),
-                                              keys + warp * kProducedKeys * 128, values + warp * kProducedKeys * 128);
+                                              keys + warp * kWarpKeys * 128, values + warp * kWarpKeys * 128);
     arrive_when_copied(full);
   }
 
@@ -411,13 +371,13 @@ struct BackwardBlock {
         }
         if (exists) bring_rows(work.block, step, facts, at, lane);
       }
-      if (exists && recomputed(full) == 0) make_words(work, step, warp * kProducedKeys + lane, facts);
+      if (exists && recomputed(full) == 0) make_words(work, step, warp * kWarpKeys + lane, facts);
       if (takes_turns() && threadIdx.x == kSayingThread) say_what_is_added(work.block, step);
       __syncwarp();
       arrive(shared_address(&shared.steps.full[at.stage]));
       at.advance();
       if (takes_turns() && recomputed(warp) == 0) await_turns(work.block, step, lane);
-      if (!has_keys) gather_keys(warp, lane);
+      if (!has_keys) bring_keys(warp, lane);
       has_keys = true;
     }
   }

@@ -4,11 +4,9 @@
 #include <cstddef>
 
 #include "cuda/plan/visibility.h"
-#include "cuda/sm90/registers.h"
+#include "cuda/sm90/warps.h"
 
 namespace flash_dmattn::internal::cuda::sm90 {
-
-constexpr int kProducedKeys = 32;  // that a producer's warp brings: each of its lanes knows one
 
 // Buckets of head dims that have a backward.
 constexpr int kLeastBackwardBucket = 64, kMostBackwardBucket = 256;
@@ -24,7 +22,7 @@ struct BackwardConfig {
   // Of a step: a unit of the plan, or two where registers allow.
   static constexpr int kTileRows = kHeadDim <= 64 ? 128 : 64;
   static constexpr int kWords = kTileRows / kWordRows;
-  static constexpr int kProducerWarps = kTileKeys / kProducedKeys, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kProducerWarps = kTileKeys / kWarpKeys, kThreads = 128 * (1 + kConsumers);
   static constexpr int kStages = kHeadDim <= 64 || kHeadDim > 192 ? 2 : 3;  // of queries and output gradients
   // Of consumers; of the second one where it owns the gradient of keys; of producers.
   static constexpr int kConsumerRegisters = kSplitsGradients ? 232 : 224;

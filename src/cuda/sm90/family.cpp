@@ -172,7 +172,7 @@ CUresult make_maps(const BackwardProblem& problem, const BackwardTiles& tiles, s
   };
   const auto make_of_keys = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
-                                 sm90::kProducedKeys, map);
+                                 sm90::kWarpKeys, map);
   };
   CUresult result = make(problem.query, problem.head_dim, &maps->query);
   if (result == CUDA_SUCCESS) result = make(problem.dout, problem.value_dim, &maps->dout);

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "cuda/sm90/registers.h"
+#include "cuda/sm90/warps.h"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
@@ -62,7 +62,7 @@ struct ForwardConfig {
   // In a plan: of what consumers know of keys. When the producer writes that of stage n, keys of stage n - 1 -
   // kKeyStages have been read, and so all that is known of the stages before n - 2 - kKeyStages; one to spare.
   static constexpr int kFactsSlots = kKeyStages + 4;
-  static constexpr int kRoleWarps = kTileKeys / 32;  // in a plan: that bring keys, and as many that bring values
+  static constexpr int kRoleWarps = kTileKeys / kWarpKeys;  // in a plan: that bring keys, and as many that bring values
   static constexpr int kProducers = kPlanned && kRoleWarps == 4 ? 2 : 1;  // warp groups
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
   // 65536 registers of a multiprocessor, in eights a thread. Finding keys takes some; producers of values have a warp
@@ -86,8 +86,8 @@ struct ForwardConfig {
   // Whether the warp groups take turns at the tensor cores, so that one multiplies while another exponentiates.
   static constexpr bool kTakesTurns = kHeadDim <= 128;
   // How many products of 16 keys with their values a consumer begins when it has its calm scores, not before it waits
-  // for them: it is held up at each until the tensor cores come to it, and could exponentiate meanwhile. Where scores
-  // are prepared at length (a bias, hidden keys) it costs more than it gains.
+  // for them: it is held up at each until the tensor cores come to it, and could exponentiate meanwhile. Measured: with
+  // a scale or bias, for which the last product would have to wait as well, it costs more than it gains.
   static constexpr int kLateProducts = kPlanned && kTakesTurns && kScoring == Scoring::kNone ? 1 : 0;
   // Whether the first scores of a work are computed while the one before ends. Takes registers.
   static constexpr bool kChainsWorks = kPlanned && kHeadDim <= 192 && kScoring != Scoring::kAny;

@@ -62,8 +62,8 @@ struct ForwardConsumer : ForwardScores<Block> {
     wgmma_commit();
   }
 
-  // sums += probabilities values, under way; or the products [kFirst, kEnd) of 16 keys each, the first ones first.
-  static constexpr int kProducts = kTileKeys / 16;
+  static constexpr int kProducts = kTileKeys / 16;  // of a tile's probabilities and values
+  // sums += probabilities values, under way. All products, or from kFirst to kEnd: those from 0 on come first.
   template <int kFirst = 0, int kEnd = kProducts>
   __device__ void add_values(const std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
     if (kFirst == 0) wait_full(block.shared.values, value_at);

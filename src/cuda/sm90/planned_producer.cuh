@@ -20,11 +20,10 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/warps.h"
 #include "cuda/sm90/work_queue.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
-
-constexpr int kWarpKeys = 32;  // of a stage, that a warp brings: each of its lanes knows one
 
 // What consumers know of a stage's keys. The stage holds kTileKeys / kPlanTileKeys tiles of the plan.
 template <int kTileKeys>

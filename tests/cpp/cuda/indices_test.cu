@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/attention/params.h"
+#include "cuda/device_kernels.h"
 #include "cuda/plan/pack_indices.h"
 #include "cuda/plan/pack_mask.h"
 #include "index_testing.h"
@@ -87,9 +88,7 @@ TEST(PackIndices, BitsAreThoseOfTheMaskThatSaysTheSame) {
 // Bytes of shared memory that a block of this GPU may have.
 std::size_t shared_limit_of_gpu() {
 #ifdef __CUDACC__
-  int bytes = 0;
-  expect_success(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-  return static_cast<std::size_t>(bytes);
+  return current_gpu().shared_limit;
 #else
   return kWideSharedBytes;  // emulated
 #endif

@@ -1,9 +1,11 @@
-// How the warp groups of a block share a multiprocessor's registers.
+// What the warps of a block have: keys that they bring, and their share of a multiprocessor's registers.
 #pragma once
 
 #include <initializer_list>
 
 namespace flash_dmattn::internal::cuda::sm90 {
+
+constexpr int kWarpKeys = 32;  // of a tile, that a producer's warp brings: each of its lanes knows one
 
 // Whether every warp group gets the registers a thread that it asks for. A block begins with as many, in eights, as all
 // of its threads can have alike; where these are given up and taken anew (setmaxnreg), a group that asks for more than
