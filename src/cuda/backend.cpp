@@ -8,6 +8,7 @@
 #include "cuda/plan/prepared_visibility.h"
 #include "cuda/selection/append_kept_keys.h"
 #include "cuda/selection/device_selection.h"
+#include "cuda/status_of.h"
 
 namespace flash_dmattn::internal::cuda {
 

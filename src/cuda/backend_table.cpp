@@ -2,6 +2,7 @@
 
 #include "cuda/backend.h"
 #include "cuda/plan/prepared_visibility.h"
+#include "cuda/status_of.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

@@ -15,6 +15,7 @@
 
 #include "cuda/attention/params.h"
 #include "cuda/kernel_family.h"
+#include "cuda/status_of.h"
 #include "flash_dmattn/info.h"
 
 namespace flash_dmattn {
@@ -84,7 +85,7 @@ Status judge(int device, bool* runs) {
   int major = 0, minor = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (error != cudaSuccess) return Status::failed("CUDA", cudaGetErrorString(error));
+  if (error != cudaSuccess) return status_of(error);
   *runs = cuda_kernels(major, minor) != "none";
   if (*runs) return {};
   std::string compiled;
@@ -145,9 +146,7 @@ Gpu current_gpu() {
 
 Status check_current_device() {
   int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
-    return Status::failed("CUDA", cudaGetErrorString(error));
-  }
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return status_of(error);
   const auto index = static_cast<std::size_t>(device);
   if (index < kRemembered && known_to_run[index].load(std::memory_order_relaxed)) return {};
   bool runs = false;

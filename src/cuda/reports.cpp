@@ -12,6 +12,7 @@
 #include "cuda/plan/device_mask_intervals.h"
 #include "cuda/plan/make_plan.h"
 #include "cuda/plan/prepared_visibility.h"
+#include "cuda/status_of.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

@@ -2,6 +2,7 @@
 #include "cuda/attention/call.h"
 #include "cuda/decode/decode.h"
 #include "cuda/kernel_family.h"
+#include "cuda/status_of.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {

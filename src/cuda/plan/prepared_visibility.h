@@ -11,13 +11,10 @@
 #include "cuda/plan/device_plan.h"
 #include "cuda/plan/make_plan.h"
 #include "cuda/plan/visibility.h"
+#include "cuda/status_of.h"
 #include "flash_dmattn/status.h"
 
 namespace flash_dmattn::internal::cuda {
-
-inline Status status_of(cudaError_t error) {
-  return error == cudaSuccess ? Status() : Status::failed("CUDA", cudaGetErrorString(error));
-}
 
 // Runs launches one after another until one fails.
 class Launches {

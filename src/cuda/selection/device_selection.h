@@ -17,7 +17,7 @@ std::size_t selection_workspace(const SelectionProblem&);
 // Enqueues the selection. All pointers of the problem are device pointers, `workspace` too (aligned to 16 bytes; its
 // bytes need no initial value). Reads nothing back, waits for nothing and allocates nothing, so that it can be captured
 // into a graph. Two kernels up to 32768 keys (half as many for float64), 7 up to 65536 and one more for every doubling;
-// one if nothing can be evicted. The caller has validated the problem. Returns cudaGetLastError(),
+// one if nothing can be evicted. The caller has validated the problem. Returns what a launch fails with,
 // cudaErrorInvalidValue for a dtype that is no score's.
 cudaError_t select_keys(const SelectionProblem&, void* workspace, cudaStream_t stream);
 

@@ -4,6 +4,7 @@
 
 #include "cuda/attention/head_dims.h"
 #include "cuda/attention/tokens.cuh"
+#include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/sm80/backward_config.h"
@@ -62,9 +63,8 @@ template <typename Element, int kHeadDim, bool kNarrow>
 cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
   using Config = BackwardConfig<kHeadDim, kNarrow>;
   const std::int64_t tiles = (problem.rows + Config::kTileRows - 1) / Config::kTileRows * problem.heads * problem.batch;
-  query_gradient_kernel<Element, kHeadDim, kNarrow>
-      <<<static_cast<unsigned>(tiles), Config::kThreads, 0, stream>>>(problem, sums);
-  return cudaGetLastError();
+  return launch_blocks(query_gradient_kernel<Element, kHeadDim, kNarrow>,
+                       {.blocks = tiles, .threads = Config::kThreads}, stream, problem, sums);
 }
 
 template <typename Element>

@@ -88,20 +88,20 @@ cudaError_t by_forward_type(const AttentionProblem& problem, Launch launch) {
 }
 
 template <int kHeadDim, int kValueDim, bool kPlanned, sm90::Scoring kScoring>
-CUresult make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
+cudaError_t make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
   using Config = sm90::ForwardConfig<kHeadDim, kValueDim, kPlanned, kScoring>;
   constexpr int kTileKeys = kPlanned ? kPlanTileKeys : Config::kTileKeys;
-  CUresult result = sm90::make_tensor_map(problem.query, problem.dtype, problem.batch, problem.rows, problem.heads,
-                                          problem.head_dim, sm90::kConsumerRows, &maps->query);
-  if (result != CUDA_SUCCESS) return result;
+  cudaError_t result = sm90::make_tensor_map(problem.query, problem.dtype, problem.batch, problem.rows, problem.heads,
+                                             problem.head_dim, sm90::kConsumerRows, &maps->query);
+  if (result != cudaSuccess) return result;
   const auto make = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
                                  kTileKeys, map);
   };
   result = make(problem.key, problem.head_dim, &maps->key);
-  if (result != CUDA_SUCCESS) return result;
+  if (result != cudaSuccess) return result;
   result = make(problem.value, problem.value_dim, &maps->value);
-  if (result != CUDA_SUCCESS || kScoring != sm90::Scoring::kRowBiased) return result;
+  if (result != cudaSuccess || kScoring != sm90::Scoring::kRowBiased) return result;
   const BroadcastView& bias = problem.bias;
   return sm90::make_tensor_map(as_tokens(bias), bias.dtype, bias.batches, bias.rows, bias.heads, bias.keys,
                                Config::kTileRows, &maps->bias);
@@ -126,11 +126,11 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   launches.then([&] {
     return by_forward_type(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
       sm90::ForwardMaps maps;
-      const CUresult made =
+      const cudaError_t made =
           sm90::by_kernel<kHeadDim, kValueDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
             return make_maps<kHeadDim, kValueDim, kPlanned, kScoring>(problem, &maps);
           });
-      if (made != CUDA_SUCCESS) return cudaErrorInvalidValue;
+      if (made != cudaSuccess) return made;
       return sm90::launch_forward<Element, kHeadDim, kValueDim>(params, maps, prepared.planned, stream);
     });
   });
@@ -165,7 +165,7 @@ Status arrange_backward(const BackwardProblem& problem, const Gpu& gpu, std::siz
   return arrange_backward(problem, tiles_of(problem, gpu), bytes);
 }
 
-CUresult make_maps(const BackwardProblem& problem, const BackwardTiles& tiles, sm90::BackwardMaps* maps) {
+cudaError_t make_maps(const BackwardProblem& problem, const BackwardTiles& tiles, sm90::BackwardMaps* maps) {
   const auto make = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.rows, problem.heads, columns, tiles.rows,
                                  map);
@@ -174,20 +174,20 @@ CUresult make_maps(const BackwardProblem& problem, const BackwardTiles& tiles, s
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
                                  sm90::kWarpKeys, map);
   };
-  CUresult result = make(problem.query, problem.head_dim, &maps->query);
-  if (result == CUDA_SUCCESS) result = make(problem.dout, problem.value_dim, &maps->dout);
+  cudaError_t result = make(problem.query, problem.head_dim, &maps->query);
+  if (result == cudaSuccess) result = make(problem.dout, problem.value_dim, &maps->dout);
   maps->boxes_of_keys = sm90::has_tensor_map(problem.key, problem.batch, problem.keys, problem.key_heads) &&
                         sm90::has_tensor_map(problem.value, problem.batch, problem.keys, problem.key_heads);
-  if (result != CUDA_SUCCESS || !maps->boxes_of_keys) return result;
+  if (result != cudaSuccess || !maps->boxes_of_keys) return result;
   result = make_of_keys(problem.key, problem.head_dim, &maps->key);
-  return result != CUDA_SUCCESS ? result : make_of_keys(problem.value, problem.value_dim, &maps->value);
+  return result != cudaSuccess ? result : make_of_keys(problem.value, problem.value_dim, &maps->value);
 }
 
 Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
   const BackwardTiles tiles = tiles_of(problem, gpu);
   const auto launch = [&](const BackwardParams& params, bool planned) {
     sm90::BackwardMaps maps;
-    if (make_maps(problem, tiles, &maps) != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (const cudaError_t made = make_maps(problem, tiles, &maps); made != cudaSuccess) return made;
     return by_type(problem, [&]<typename Element, int kHeadDim>() {
       if constexpr (sm90::has_backward(kHeadDim)) {
         return sm90::launch_backward<Element, kHeadDim>(params, maps, planned, stream);

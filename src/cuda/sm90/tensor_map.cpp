@@ -33,10 +33,10 @@ bool has_tensor_map(const TokenView& tokens, std::int64_t batch, std::int64_t co
          fits(count, tokens.token_stride) && fits(heads, tokens.head_stride);
 }
 
-CUresult make_tensor_map(const TokenView& tokens, DType dtype, std::int64_t batch, std::int64_t count,
-                         std::int64_t heads, std::int64_t head_dim, int rows, CUtensorMap* map) {
+cudaError_t make_tensor_map(const TokenView& tokens, DType dtype, std::int64_t batch, std::int64_t count,
+                            std::int64_t heads, std::int64_t head_dim, int rows, CUtensorMap* map) {
   const auto encode = encoder();
-  if (encode == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
+  if (encode == nullptr) return cudaErrorNotSupported;
   // Of a dimension of size 1 the stride does not matter, but has to be one that is allowed.
   const auto bytes_of = [](std::int64_t size, std::int64_t stride) {
     return static_cast<cuuint64_t>(size <= 1 ? kPieceBytes : stride * kElementBytes);
@@ -48,8 +48,10 @@ CUresult make_tensor_map(const TokenView& tokens, DType dtype, std::int64_t batc
   const cuuint32_t box[] = {kPanelColumns, static_cast<cuuint32_t>(rows), 1, 1}, steps[] = {1, 1, 1, 1};
   const CUtensorMapDataType type =
       dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encode(map, type, 4, tokens.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  // The driver's errors have the runtime's numbers.
+  return static_cast<cudaError_t>(encode(map, type, 4, tokens.data, sizes, strides, box, steps,
+                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 }  // namespace flash_dmattn::internal::cuda::sm90

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include <cstdint>
 
@@ -14,7 +15,7 @@ namespace flash_dmattn::internal::cuda::sm90 {
 bool has_tensor_map(const TokenView& tokens, std::int64_t batch, std::int64_t count, std::int64_t heads);
 
 // Of boxes of `rows` tokens by 64 columns, swizzled as matrix_descriptor (ptx/wgmma.cuh) has them.
-CUresult make_tensor_map(const TokenView& tokens, DType dtype, std::int64_t batch, std::int64_t count,
-                         std::int64_t heads, std::int64_t head_dim, int rows, CUtensorMap* map);
+cudaError_t make_tensor_map(const TokenView& tokens, DType dtype, std::int64_t batch, std::int64_t count,
+                            std::int64_t heads, std::int64_t head_dim, int rows, CUtensorMap* map);
 
 }  // namespace flash_dmattn::internal::cuda::sm90
