@@ -13,6 +13,7 @@
 #include "cuda/attention/params.h"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/ptx/flags.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -20,6 +21,10 @@ namespace flash_dmattn::internal::cuda {
 __device__ inline unsigned ordered_block(const BlockOrder& order, unsigned place, unsigned blocks) {
   const unsigned first = blocks - static_cast<unsigned>(order.count);
   return place < first ? place : first + static_cast<unsigned>(order.blocks[place - first]);
+}
+// In a kernel whose blocks stay, and which runs beside the one that puts the last of them in order: until it has.
+__device__ inline void wait_for_order(const BlockOrder& order) {
+  while (load_acquiring(order.taken + 1) == 0) continue;
 }
 // Which block the running one is to be.
 __device__ inline unsigned ordered_block(const BlockOrder& order) {
@@ -74,16 +79,27 @@ __device__ inline void order_last_blocks(int count, std::int32_t* order, VisitsO
 }
 
 // Sorts the last `params.order.count` of `blocks` blocks. Block::visits(params, block, lane, lanes) counts a lane's
-// share of the tiles that a block visits.
+// share of the tiles that a block visits. Those that stay may begin meanwhile, and wait when they come to these.
 template <typename Block, typename Params>
 __global__ void __launch_bounds__(kMostOrderedBlocks)
     order_blocks_kernel(const __grid_constant__ Params params, int blocks) {
-  begin_dependent_kernel();
+  wait_for_kernels_before();
+  std::int32_t* taken = params.order.taken;
+  if (taken != nullptr) {
+    if (threadIdx.x == 0) {
+      taken[0] = taken[1] = 0;
+      __threadfence();  // before the next kernel begins
+    }
+    __syncthreads();
+  }
+  let_next_kernel_begin();
   const int count = params.order.count;
-  if (threadIdx.x == 0 && params.order.taken != nullptr) *params.order.taken = 0;
   order_last_blocks(count, params.order.blocks, [&](int index, int lane, int lanes) {
     return Block::visits(params, static_cast<unsigned>(blocks - count + index), lane, lanes);
   });
+  if (taken == nullptr) return;
+  __syncthreads();
+  if (threadIdx.x == 0) store_releasing(taken + 1, 1);
 }
 
 // Orders the last `wanted` of `blocks` blocks and says in params.order how many these are: none if all of them, or

@@ -53,8 +53,8 @@ constexpr int kMostOrderedBlocks = 1024;
 struct BlockOrder {
   std::int32_t* blocks = nullptr;  // scratch of kMostOrderedBlocks; null: they start as they are numbered
   std::int32_t count = 0;
-  // Blocks that stay for more than one count here which is next. Set to 0 where blocks are put in order, else by the
-  // launcher. Null: they do not count.
+  // Two numbers of blocks that stay for more than one: they count which is next and, where some are put in order, learn
+  // that these are. Set to 0 where they are put in order, else the first one by the launcher. Null: they do not count.
   std::int32_t* taken = nullptr;
 };
 

@@ -55,7 +55,7 @@ struct Sm90ForwardScratch : ForwardScratch {
     constexpr std::int64_t kLeastRows = 2 * kUnitRows;  // of a work tile, or half of that of two heads
     const std::int64_t works = (problem.rows + kLeastRows - 1) / kLeastRows * problem.heads * problem.batch;
     next_huge = arena->take<std::int32_t>(static_cast<std::size_t>(works));
-    taken = arena->take<std::int32_t>(1);
+    taken = arena->take<std::int32_t>(2);
   }
 };
 
@@ -90,7 +90,7 @@ cudaError_t by_forward_type(const AttentionProblem& problem, Launch launch) {
 template <int kHeadDim, int kValueDim, bool kPlanned, sm90::Scoring kScoring>
 cudaError_t make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
   using Config = sm90::ForwardConfig<kHeadDim, kValueDim, kPlanned, kScoring>;
-  constexpr int kTileKeys = kPlanned ? kPlanTileKeys : Config::kTileKeys;
+  constexpr int kTileKeys = kPlanned ? sm90::kWarpKeys : Config::kTileKeys;
   cudaError_t result = sm90::make_tensor_map(problem.query, problem.dtype, problem.batch, problem.rows, problem.heads,
                                              problem.head_dim, sm90::kConsumerRows, &maps->query);
   if (result != cudaSuccess) return result;

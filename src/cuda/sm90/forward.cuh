@@ -142,6 +142,12 @@ struct ForwardBlock {
   }
 
   __device__ void describe(Work& work, int slot) {
+    if constexpr (kPlanned) {
+      if (!shared.ring.knows_order && work.index >= params.works - params.order.count) {
+        wait_for_order(params.order);
+        shared.ring.knows_order = true;
+      }
+    }
     const Rows rows(params, kPlanned ? ordered_block(params.order, static_cast<unsigned>(work.index),
                                                      static_cast<unsigned>(params.works))
                                      : static_cast<unsigned>(work.index));
@@ -293,20 +299,8 @@ struct ForwardBlock {
     WorkTaker taker(shared.ring);
     KeyProducer<Element, Config> producer({warp, lane, maps.key, params.head_dim, shared.keys, keys}, params, planned,
                                           shared.ring, warp, lane);
-    // Of the next work in good time, of the last ones when all others are done.
-    bool announced = false;
-    const auto announce = [&](bool waits) {
-      if (warp == 0 && lane == 0 && !announced && (waits || shared.ring.knows_next(params))) {
-        shared.ring.announce(params, [&](Work& next, int slot) { describe(next, slot); });
-        announced = true;
-      }
-      __syncwarp();
-    };
-    while (true) {
-      announce(true);
-      if (taker.take().kind == Work::kNone) return;
-      announced = false;
-      producer.run(taker.slot(), [&] { announce(false); });
+    while (taker.take().kind != Work::kNone) {
+      producer.run(taker.slot());
       taker.release();
     }
   }
@@ -315,11 +309,22 @@ struct ForwardBlock {
     WorkTaker taker(shared.ring);
     ValueProducer<Config> producer({warp, lane, maps.value, params.value_dim, shared.values, values}, planned,
                                    shared.keys);
+    // The last warp announces works: the next one while it waits for keys; when all others are done, the last ones.
+    bool announced = false;
+    const auto announce = [&](bool waits) {
+      if (warp == Config::kRoleWarps - 1 && lane == 0 && !announced && (waits || shared.ring.knows_next(params))) {
+        shared.ring.announce(params, [&](Work& next, int slot) { describe(next, slot); });
+        announced = true;
+      }
+      __syncwarp();
+    };
     while (true) {
+      announce(true);
       const Work& work = taker.take();
       if (work.kind == Work::kNone) return;
+      announced = false;
       if (warp == 0 && lane == 0) load_queries(work, taker.slot());
-      __syncwarp();
+      announce(false);
       producer.run(work, planned.sources[taker.slot()]);
       taker.release();
     }
@@ -334,10 +339,14 @@ __global__ void __launch_bounds__(ForwardBlock<Element, kHeadDim, kValueDim, kPl
   extern __shared__ __align__(1024) unsigned char memory[];
   Block block(params, maps, memory);
   block.init();
-  if constexpr (kPlanned) begin_dependent_kernel();
+  if constexpr (kPlanned) {
+    // Else it runs beside the kernel that puts the last works in order, which has waited for those before it.
+    if (params.order.count == 0) begin_dependent_kernel();
+  }
   if (threadIdx.x < kWarpGroup) {
     give_registers_up<Config::kProducerRegisters>();
     Block(params, maps, at_kept_address(memory)).produce();
+    if constexpr (kPlanned) end_dependent_kernel();
   } else if (threadIdx.x < Config::kProducers * kWarpGroup) {
     give_registers_up<Config::kValueProducerRegisters>();
     Block(params, maps, at_kept_address(memory)).produce();

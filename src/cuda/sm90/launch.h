@@ -9,8 +9,8 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-// What a forward reads, as the copy engine finds it: boxes of a consumer's rows, and of a tile of keys (the plan's, if
-// there is one).
+// What a forward reads, as the copy engine finds it: boxes of a consumer's rows, and of a tile of keys or, in a plan,
+// of those of a producer's warp.
 struct ForwardMaps {
   CUtensorMap query, key, value;
   CUtensorMap bias;  // if it differs by row: boxes of a work tile's rows, and of 64 keys

@@ -1,11 +1,12 @@
 // The producers of a planned forward: they bring the tiles of keys that a block's rows see, and what consumers must
 // know of their keys.
 //
-// Keys of a list are gathered by cp.async, a row of keys by eight lanes, straight to where the products read them;
-// tiles of a range that all rows see are copied as boxes (TMA). Every warp brings a share of a stage's keys, its own,
-// so that warps need not wait for each other. Keys and values have warps of their own: the same ones would take longer
-// for both than the products. Those of the keys also finds the tiles, and makes what is known of keys (StageFacts).
-// What it reads about a key it reads ahead: its index two stages, its interval, packed words and bias one.
+// Keys of a list are gathered by cp.async, a row of keys by eight lanes, straight to where the products read them; 32
+// neighbours of a range that all exist and are seen come as a box (TMA). Every warp brings a share of a stage's keys,
+// its own, so that warps need not wait for each other. Keys and values have warps of their own: the same ones would
+// take longer for both than the products. Those of keys also find the tiles, and make what is known of keys
+// (StageFacts). What they read about a key they read ahead: its index two stages, its interval, packed words and bias
+// one. Those of values also bring queries, and announce works.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ struct alignas(16) StageFacts {
   std::uint32_t words[kMostWords][kTileKeys];  // of the block's rows, 32 at a time
   float bias[kTileKeys];                       // only if it is the same for every row
   std::uint32_t marks;
-  std::int32_t box[kTileKeys / kWarpKeys];  // of a warp's tile: its first key if it is copied as a box, or -1
+  std::int32_t box[kTileKeys / kWarpKeys];  // of a warp's keys: the first one if they are copied as a box, or -1
   alignas(16) std::int32_t key[kTileKeys];  // -1: no row of the block sees it; the stage holds zeros there
 };
 
@@ -181,8 +182,8 @@ class StageCopier {
     const std::uint32_t target = stages_ + at_.stage * (kPanels * kPanelBytes) + warp_ * kWarpKeys * 128;
     if (box < 0) {
       gather(facts.key + warp_ * kWarpKeys, target);
-    } else if (warp_ * kWarpKeys % kPlanTileKeys == 0 && lane_ == 0) {  // the tile's first warp, for the whole tile
-      expect_bytes(full, kPanels * kPlanTileKeys * 128);
+    } else if (lane_ == 0) {
+      expect_bytes(full, kPanels * kWarpKeys * 128);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         load_box(target + panel * kPanelBytes, map_, panel * 64, box, work.key_head, work.batch, full);
@@ -295,10 +296,8 @@ class KeyProducer {
                          int lane)
       : copier_(copier), params_(params), shared_(shared), ring_(ring), warp_(warp), lane_(lane) {}
 
-  // Once over all tiles. There is one stage at least, if need be without a key. While the stages are full
-  // `announce_next` is called, or else at the end.
-  template <typename Announce>
-  __device__ void run(int work_slot, Announce announce_next) {
+  // Once over all tiles. There is one stage at least, if need be without a key.
+  __device__ void run(int work_slot) {
     work_slot_ = work_slot;
     const PlannedSources& sources = this->sources();
     copier_.start(sources.keys, sources.key_stride);
@@ -308,7 +307,6 @@ class KeyProducer {
     InFlight flight = request_facts(stage.tile, request_index(stage.tile));
     std::int32_t next_index = request_index(next.tile);
     bool more = true;
-    int until_announced = Config::kKeyStages;
 #pragma unroll 1
     while (more) {
       Facts& facts = shared_.facts[slot_];
@@ -323,7 +321,6 @@ class KeyProducer {
       if (lane_ == 0) arrive(copier_.full_barrier());  // with what the warp wrote of facts
       copier_.advance();
       slot_ = Shared::next_slot(slot_);
-      if (--until_announced == 0 || (!more && until_announced > 0)) announce_next();
     }
   }
 
@@ -410,15 +407,16 @@ class KeyProducer {
   }
 
   __device__ void make_facts(const Stage& stage, const InFlight& flight, Facts& facts) const {
-    const bool full = Queue::is_full(stage.tile);
+    const bool seen = Queue::is_full(stage.tile) || make_words(flight, facts);
+    const std::int32_t key = seen ? flight.key : -1;
+    // Neighbours that are all there come as a box.
+    const bool boxed = __all_sync(~0u, key >= 0) && sources().listed == nullptr;
     if (lane_ == 0) {
-      const PlannedSources& sources = this->sources();
       if (warp_ == 0) facts.marks = stage.marks;
-      const int position = Queue::position(stage.tile) * kPlanTileKeys;
-      facts.box[warp_] = full && sources.listed == nullptr ? sources.first + position : -1;
+      facts.box[warp_] = boxed ? key : -1;
     }
     facts.bias[key_slot()] = bias_of(flight.bias);
-    facts.key[key_slot()] = full || make_words(flight, facts) ? flight.key : -1;
+    facts.key[key_slot()] = key;
   }
 
   // Says whether any row of the block sees the key.

@@ -39,15 +39,16 @@ struct WorkRing {
     pipeline.init(1, takers);
     for (Work& work : works) work.kind = Work::kUsual, work.found_huge = false;
     next = static_cast<int>(blockIdx.x);
-    huge = -1;
+    huge = -1, knows_order = false;
     at = {};
   }
 
   // Of the announcing thread: not worth registers.
   static constexpr int kAllDone = INT_MAX;
   Position<kSlots> at;
-  int next;  // work, or kAllDone
-  int huge;  // the first work of a list in params.next_huge, or -1
+  int next;          // work, or kAllDone
+  int huge;          // the first work of a list in params.next_huge, or -1
+  bool knows_order;  // wait_for_order has been called
 
   // Whether there is a work to announce without waiting for those before to be done.
   __device__ bool knows_next(const Sm90ForwardParams& params) const { return next < params.works; }

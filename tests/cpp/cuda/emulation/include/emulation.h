@@ -89,6 +89,7 @@ inline unsigned ballot(const char* what, unsigned lanes, bool predicate) {
 }  // namespace cuda_emulation
 
 void __syncthreads();
+inline void __threadfence() {}  // threads run one after another
 inline int __syncthreads_or(int value) {
   static int any;
   __syncthreads();

@@ -3,6 +3,7 @@
 
 namespace flash_dmattn::internal::cuda {
 
+inline void wait_for_kernels_before() {}
 inline void begin_dependent_kernel() {}
 inline void let_next_kernel_begin() {}
 inline void end_dependent_kernel() {}
