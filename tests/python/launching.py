@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -113,10 +114,34 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
+def heed_interrupts() -> None:
+    """In a new process: where tests run in the background of a shell, SIGINT is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def own_environment(**more: str) -> dict[str, str]:
+    """Of a process that is to import what this one can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
+
+
+def run_code(code: str, *arguments: str, **environment: str) -> str:
+    """What code prints that runs in a process of its own, which has to end by itself, and well."""
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=own_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=heed_interrupts,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 def launch(script: str, processes: int, *flags: str, on_gpus: bool = False) -> str:
     """What a script of this repository prints under torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment = own_environment(OMP_NUM_THREADS="1")
     if not on_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [*launcher, str(ROOT / script), *flags]

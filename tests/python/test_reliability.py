@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from flash_dmattn import attention, dynamic_mask_attention
+from launching import heed_interrupts, own_environment, run_code
 from torch.utils.data import DataLoader, Dataset
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,25 +24,6 @@ from language_model.text import load_text  # noqa: E402
 from language_model.training import Run, TrainingConfig, train  # noqa: E402
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork, timers and limits as on Linux")
-
-
-def heed_interrupts() -> None:
-    """In a new process: where tests run in the background of a shell, SIGINT is ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def run_script(script: str, *arguments: str, **environment: str) -> str:
-    """What a script prints that runs in a process of its own."""
-    result = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=heed_interrupts,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 # work() is a forward and a backward of a few milliseconds, the same every time.
@@ -108,7 +89,7 @@ assert same(work(), expected), "in the parent, afterwards"
 def test_forked_children_attend_on_one_thread() -> None:
     """After a call of the parent, and while its other threads are inside of calls. Where there are GPUs, autograd's
     threads for them would refuse a fork after the first backward."""
-    run_script(WORK + FORKS, OMP_NUM_THREADS="2", CUDA_VISIBLE_DEVICES="")
+    run_code(WORK + FORKS, OMP_NUM_THREADS="2", CUDA_VISIBLE_DEVICES="")
 
 
 class Attended(Dataset):
@@ -135,7 +116,7 @@ def attend_in_forked_workers() -> None:
 @linux_only
 def test_forked_workers_of_a_data_loader_attend() -> None:
     """In a process of its own: autograd refuses forks of one that has compiled a backward, as other tests do."""
-    run_script("import test_reliability; test_reliability.attend_in_forked_workers()")
+    run_code("import test_reliability; test_reliability.attend_in_forked_workers()")
 
 
 def call_of_kind(kind: int) -> list[torch.Tensor]:
@@ -235,7 +216,7 @@ for _ in range(5):
 @linux_only
 def test_signals_do_not_disturb_calls() -> None:
     """Timers and children that end, with handlers, leave results alone; SIGINT is raised once the call has returned."""
-    run_script(WORK + SIGNALS)
+    run_code(WORK + SIGNALS)
 
 
 MEMORY = """
@@ -273,7 +254,7 @@ def test_memory_that_runs_out_in_an_operator_is_an_error() -> None:
     # for that.
     mapped = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": "0"}
     stock = {"MALLOC_TOP_PAD_": str(256 << 10), "PYTHONMALLOC": "malloc"}
-    printed = run_script(WORK + MEMORY, LENGTH="2400", **mapped, **stock)
+    printed = run_code(WORK + MEMORY, LENGTH="2400", **mapped, **stock)
     messages = set(printed.splitlines())
     ours = {message for message in messages if message.startswith("RuntimeError: allocation failed: ")}
     assert len(ours) >= 3, messages
@@ -289,9 +270,8 @@ TINY += ["--width", "16", "--window", "8", "--device", "cpu", "--checkpoint-ever
 
 def start_training(output: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(EXAMPLES / "train_language_model.py"), "--output", str(output), *flags]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, preexec_fn=heed_interrupts, **pipes)
+    return subprocess.Popen(command, env=own_environment(), text=True, preexec_fn=heed_interrupts, **pipes)
 
 
 def steps_done(checkpoint: Path) -> int:
@@ -362,5 +342,5 @@ print(cut_off)
 
 @linux_only
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_last_one(tmp_path: Path) -> None:
-    cut_off = run_script(KILLS, str(tmp_path / "checkpoint.pt"))
+    cut_off = run_code(KILLS, str(tmp_path / "checkpoint.pt"))
     assert int(cut_off) >= 3, "too few kills came in the middle of writing"

@@ -5,18 +5,18 @@ Each in a process of its own: what PyTorch itself keeps of a fault is no other t
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from launching import own_environment, run_code
 
 pytestmark = pytest.mark.devices("cuda")
 
 # work() is a selection, a forward and a backward that take the GPU some milliseconds, the same every time.
 WORK = """
-import sys, time
+import sys
 import torch
 from flash_dmattn import attention, plan_report, select_keys
 
@@ -123,32 +123,22 @@ print(bool(attention(*(torch.ones(1, 3, 1, 8) for _ in range(3))).isfinite().all
 """
 
 
-def run_script(script: str) -> str:
-    """What it prints. It has to end by itself, and well."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-c", WORK + script], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 def test_a_capture_that_is_given_up_leaves_nothing_behind() -> None:
-    run_script(GIVEN_UP)
+    run_code(WORK + GIVEN_UP)
 
 
 def test_a_capture_that_has_failed_is_an_error() -> None:
-    report, call, _ = run_script(WAITED).split("\n", 2)
+    report, call, _ = run_code(WORK + WAITED).split("\n", 2)
     assert report.startswith("CUDA failed: operation not permitted when stream is capturing")
     assert "capture" in call
 
 
 def test_work_of_a_stream_that_is_destroyed_is_done() -> None:
-    run_script(DESTROYED)
+    run_code(WORK + DESTROYED)
 
 
 def test_a_gpu_that_has_failed_is_an_error() -> None:
-    printed = run_script(FAILED)
+    printed = run_code(WORK + FAILED)
     assert printed.count("device-side assert triggered") == 4, printed
     assert printed.endswith("True\n")
 
@@ -156,10 +146,8 @@ def test_a_gpu_that_has_failed_is_an_error() -> None:
 def test_a_kill_during_calls_is_nothing_to_other_processes() -> None:
     """Of two processes that share the GPU one is killed while its work runs."""
     endless = 'print("running", flush=True)\nwhile True:\n    work()\n'
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", WORK + endless], env=environment, stdout=subprocess.PIPE, text=True
-    ) as other:
+    command = [sys.executable, "-c", WORK + endless]
+    with subprocess.Popen(command, env=own_environment(), stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None and other.stdout.readline() == "running\n"
             kill = f"""
@@ -168,7 +156,7 @@ assert all(same(work(), expected) for _ in range(5))
 os.kill({other.pid}, signal.SIGKILL)
 assert all(same(work(), expected) for _ in range(20))
 """
-            run_script(kill)
+            run_code(WORK + kill)
         finally:
             other.kill()
     assert other.returncode == -signal.SIGKILL
