@@ -21,6 +21,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.dquery_colors = scratch.dquery_colors;
   params.turns = scratch.turns;
   params.dquery = problem.dquery;
+  if (is_aligned(problem.dquery)) params.met_once = scratch.met_once;
   params.dkey = problem.dkey;
   params.dvalue = problem.dvalue;
   params.dkey_sums = scratch.key_sums.dkey;
@@ -65,7 +66,7 @@ void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& 
     launches->then([&] { return clear(sums.dvalue, scratch.key_bytes, stream); });
   } else {
     const DevicePlan& plan = scratch.prepared.plan;
-    launches->then([&] { return launch_mark_keys(problem, plan, sums, stream); });
+    launches->then([&] { return launch_mark_keys(problem, plan, sums, params.met_once, stream); });
     if (kernels.list_works != nullptr) {
       launches->then([&] { return kernels.list_works(params); });
       beside = true;
@@ -80,6 +81,8 @@ void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& 
                           .query_sums = scratch.dquery_sums,
                           .query_sum_colors = scratch.dquery_colors,
                           .sum_width = bucket_of(wider_head_dim(problem)),
+                          .met_once = params.met_once,
+                          .plan = scratch.prepared.plan,
                           .beside = beside,
                           .natural = params.score.natural,
                           .stats = scratch.row_stats,

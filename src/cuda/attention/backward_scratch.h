@@ -18,12 +18,14 @@ namespace flash_dmattn::internal::cuda {
 struct BackwardTiles {
   int rows, keys;
   int stays_on = 0;
+  bool stores_queries = false;  // of rows that one block of keys alone meets (MetOnceTiles)
   bool stays() const { return stays_on > 0; }
 };
 
 struct BackwardCounters {
   RowFlags row_flags;
   std::int32_t taken_works;
+  unsigned long long visits[2];  // as in MetOnceTiles
 };
 
 // Where the gradient of a bias is summed.
@@ -45,6 +47,7 @@ struct BackwardScratch {
   RowStats* row_stats = nullptr;  // with a sink: as in RowPass
   float* sink_parts = nullptr;    // likewise
   float *dquery_sums = nullptr, *dbias_sums = nullptr;
+  MetOnceTiles met_once;
   KeyGradientSums key_sums;       // its `stored` as in BackwardParams
   std::int32_t* order = nullptr;  // as in BlockOrder, or KeyWorks::last
   KeyWorks works;                 // without its `last` and `taken`

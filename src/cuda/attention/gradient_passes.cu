@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/attention/head_dims.h"
+#include "cuda/attention/met_once.cuh"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
@@ -78,7 +79,8 @@ __device__ bool has_list(const DevicePlan& plan, const KeySums& all, int batch, 
 
 // A block for each chunk of each of the `plans` of a key head's query heads.
 __global__ void __launch_bounds__(kThreads)
-    mark_keys_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all, int plans) {
+    mark_keys_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all, int plans,
+                     const __grid_constant__ MetOnceTiles met_once) {
   begin_dependent_kernel();
   const auto chunks = static_cast<unsigned>(plan.chunk_count);
   const int chunk = static_cast<int>(blockIdx.x % chunks), share = static_cast<int>(blockIdx.x / chunks);
@@ -97,6 +99,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t past = std::int64_t{(keys.first + keys.count - 1) / tile + 1} * tile;
     for (std::int64_t key = first + threadIdx.x; key < min(past, all.keys); key += kThreads) marks[key] = 1;
   }
+  if (met_once.tiles != nullptr) find_met_once<kThreads>(met_once, plan, entry);
   if (chunk == 0 && all.sums.stored != nullptr) {
     const bool stored = !has_list(plan, all, pair / all.heads, pair % all.heads);
     if (threadIdx.x == 0) all.sums.stored[pair] = stored;
@@ -267,10 +270,10 @@ std::int64_t slabs_of(const KeySums& all) {
 }  // namespace
 
 cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
-                             cudaStream_t stream) {
+                             const MetOnceTiles& met_once, cudaStream_t stream) {
   const std::int64_t group = problem.group(), plans = plan.head_divisor < group ? group : 1;
   return launch_blocks(mark_keys_kernel, {problem.batch * problem.key_heads * plans * plan.chunk_count, kThreads},
-                       stream, plan, key_sums_of(problem, sums), static_cast<int>(plans));
+                       stream, plan, key_sums_of(problem, sums), static_cast<int>(plans), met_once);
 }
 
 cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,

@@ -22,9 +22,9 @@ struct KeyGradientSums {
 };
 
 // Marks the keys of the plan's chunks, lists and tiles of ranges; marks were 0. `stored`, if there is one, is told of
-// heads for which no chunk of the plan has a list.
+// heads for which no chunk of the plan has a list. Finds tiles of rows that are met once, if these are wanted.
 cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
-                             cudaStream_t stream);
+                             const MetOnceTiles& met_once, cudaStream_t stream);
 // Clears the sums of marked keys, of heads that are not stored. Lets the next kernel begin. `beside`: so does the one
 // before it, which began when keys were marked.
 cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,

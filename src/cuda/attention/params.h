@@ -95,6 +95,15 @@ struct SumTurns {
   std::int32_t tracks = 1;  // from how many key heads blocks take works by turns (key_works.h)
 };
 
+// Tiles of rows that a single tile of keys meets: its step has all of their dquery, which it may store, so that there
+// are no sums of it (met_once.cuh).
+struct MetOnceTiles {
+  std::uint32_t* tiles = nullptr;  // (plan batches, plan heads, chunks): a bit a tile of rows; null: not wanted
+  // How often any tile of rows is met by a tile of keys, and how many are met once; were 0.
+  unsigned long long* visits = nullptr;
+  std::int32_t row_tile = 0, tile_keys = 0;
+};
+
 struct AttentionParams {
   TokenView query, key, value;  // (B, Sq, H, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)
   BroadcastView bias;           // data null: none
@@ -177,6 +186,8 @@ struct BackwardParams : AttentionParams {
   // If colors > 1, chunk c and share s of the splits add to sums of color (c - first_chunk) * splits + s.
   std::int32_t colors = 1;
   std::int64_t key_color_stride = 0, bias_color_stride = 0;  // in elements
+
+  MetOnceTiles met_once;  // of families that store these (BackwardTiles)
 };
 
 }  // namespace flash_dmattn::internal::cuda

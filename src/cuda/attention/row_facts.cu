@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/attention/met_once.cuh"
 #include "cuda/attention/row_facts.cuh"
 #include "cuda/attention/sinks.cuh"
 #include "cuda/launch_blocks.cuh"
@@ -106,9 +107,9 @@ __device__ void store_facts(const BackwardProblem& problem, const RowPass& pass,
   fact[pass.row_tile] = sees ? sum - dlse : 0;
 }
 
-// A block makes the facts of a tile of rows, and clears the tile's sums. A row is read by kLanes neighbouring lanes.
-// From the last head to the first, so that the cache still has rows and sums of those that the kernel after it begins
-// with.
+// A block makes the facts of a tile of rows, and clears the tile's sums, if it has any. A row is read by kLanes
+// neighbouring lanes. From the last head to the first, so that the cache still has rows and sums of those that the
+// kernel after it begins with.
 template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     row_facts_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowPass pass) {
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   const bool aligned = has_pieces(problem.out, outs) && has_pieces(problem.dout, douts);
   const auto clear_sums = [&] {
-    if (pass.query_sums == nullptr) return;
+    if (pass.query_sums == nullptr || stores_tile(pass.met_once, pass.plan, batch, head, first_row)) return;
     for (int color = 0; color < pass.query_sum_colors; ++color) {
       const std::int64_t sum_tile = std::int64_t{color} * gridDim.x + number;
       auto* sums = reinterpret_cast<float4*>(pass.query_sums + sum_tile * pass.row_tile * pass.sum_width);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/attention/params.h"
+#include "cuda/plan/device_plan.h"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -18,6 +19,8 @@ struct RowPass {
   float* query_sums = nullptr;
   std::int32_t query_sum_colors = 1;  // so many times as many
   std::int32_t sum_width = 0;
+  MetOnceTiles met_once;  // found before: such tiles have no sums, if they are stored
+  DevicePlan plan;        // if there are any
   bool beside = false;  // the kernel before it lets it begin (LaunchShape::is_dependent): the pass needs nothing of it
   float natural = 1;    // ScoreRule::natural, in which the problem's row_stats are
   // With a sink only, else null.

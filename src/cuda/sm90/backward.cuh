@@ -16,6 +16,7 @@
 
 #include "cuda/attention/key_block.cuh"
 #include "cuda/attention/key_works.cuh"
+#include "cuda/attention/met_once.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/row_walk.cuh"
 #include "cuda/attention/tokens.cuh"
@@ -43,6 +44,9 @@ struct BackwardBlock {
   using Facts = StepFacts<Config>;
   static constexpr bool kPlanned = kIsPlanned;
   static constexpr std::uint32_t kAbsent = kItsAbsent;
+  // Whether dquery of steps whose rows are met once is stored.
+  static constexpr bool kStoresQueries =
+      kPlanned && Config::kMayStoreQueries && (kAbsent & Facts::kTakesTurns) != 0 && (kAbsent & Facts::kMetOnce) == 0;
   static constexpr bool kIsPlain = (kAbsent & Facts::kBiased) != 0;
   static constexpr int kHeadDim = kItsHeadDim;
   static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kStages = Config::kStages;
@@ -72,6 +76,9 @@ struct BackwardBlock {
     RowRange range[kTileKeys];
     float bias[kTileKeys];  // of the head of the consumers' step, if it is the same for every row
     Walk walks[Config::kProducerWarps];
+    // Of steps that are met once, by number: read when those after them are under way, and their stages used again.
+    StepRows rows_met_once[Facts::kNumbers];
+    static_assert(Facts::kNumbers >= kStages + 3);
     QueryTurns<Config> turns;           // of a deterministic backward
     int head;                           // of the step that was brought last
     std::uint32_t number;               // of the next one, modulo Facts::kNumbers
@@ -135,13 +142,15 @@ struct BackwardBlock {
     Position<kStages> at;  // of the next step
     if (lane == 0) shared.taken[warp] = 0;
     __syncwarp();
+    if (is_for_this_kernel()) {
 #pragma unroll 1
-    while (take_work(warp, lane)) {
-      find_key(warp, lane);
-      produce_steps(warp, lane, at);
-      __syncwarp();
-      if (lane == 0) ++shared.taken[warp];
-      __syncwarp();
+      while (take_work(warp, lane)) {
+        find_key(warp, lane);
+        produce_steps(warp, lane, at);
+        __syncwarp();
+        if (lane == 0) ++shared.taken[warp];
+        __syncwarp();
+      }
     }
     wait_or_say(shared.steps.empty[at.stage], at.parity ^ 1);
     if (warp == 0 && lane == 0) set_mark(at, Facts::kDone);
@@ -150,6 +159,12 @@ struct BackwardBlock {
   }
 
   __device__ bool takes_turns() const { return (kAbsent & Facts::kTakesTurns) == 0 && params.turns.queries != nullptr; }
+
+  // Of a kernel that stores queries, and its twin that does not, one has no works.
+  __device__ bool is_for_this_kernel() const {
+    if constexpr (!kPlanned || !Config::kMayStoreQueries) return true;
+    return params.met_once.tiles == nullptr || stores_queries(params.met_once) == kStoresQueries;
+  }
 
   // The thread of the second warp that says what consumers have added (query_turns.cuh). Whatever it waits for, it goes
   // on: other blocks may wait for that.
@@ -306,6 +321,17 @@ struct BackwardBlock {
     return static_cast<int>(tile + std::int64_t{color} * params.batch * params.heads * row_tiles);
   }
 
+  // Whether the step's rows are met once, and their dquery is stored.
+  __device__ bool stores_queries_of(const KeyBlock& block, const Step& step) const {
+    if (!kStoresQueries || !step.exists()) return false;
+    const int first_row = step.first_row(), chunk = first_row / kChunkRows;
+    return is_met_once(params.met_once, block.plan_chunk + chunk - block.first_chunk, first_row);
+  }
+  __device__ StepRows rows_of_dquery(const KeyBlock& block, const Step& step) const {
+    const TokenRows rows = rows_of(params.dquery, block.batch, step.head, step.first_row());
+    return {const_cast<std::uint16_t*>(rows.base), params.rows - step.first_row()};
+  }
+
   // By the first warp, when it has handed on the step. A turn is granted kStages - 1 steps after it was asked for,
   // before consumers come to adding: by then they have heard of the one that had its place before.
   __device__ void await_turns(const KeyBlock& block, const Step& step, int lane) const {
@@ -361,8 +387,10 @@ struct BackwardBlock {
       wait_or_say(shared.steps.empty[at.stage], at.parity ^ 1);
       if (recomputed(warp) == 0) {
         if (lane == 0) {
+          const bool stores = stores_queries_of(work.block, step);
+          if (stores) shared.rows_met_once[shared.number] = rows_of_dquery(work.block, step);
           set_mark(at, (exists ? Facts::kExists : 0) | (recomputed(full) != 0 ? Facts::kFull : 0) |
-                           (step.head != shared.head ? Facts::kStartsHead : 0) |
+                           (step.head != shared.head ? Facts::kStartsHead : 0) | (stores ? Facts::kMetOnce : 0) |
                            (shared.taken[0] % 2 != 0 ? Facts::kOddWork : 0));
           if (exists) shared.number = (shared.number + 1) % Facts::kNumbers;
           facts.head = shared.head = step.head;

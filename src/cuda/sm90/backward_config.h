@@ -37,6 +37,9 @@ struct BackwardConfig {
   // measured.
   static constexpr bool kHidesPacked = kHeadDim > 64;
 
+  // Whether dquery of rows that one tile of keys alone meets may be stored. Wide heads gain nothing by it.
+  static constexpr bool kMayStoreQueries = !kSplitsGradients;
+
   // Of producers, if they have the registers: whether L2 is told that keys are read once, and whether most warps look
   // the next work up before consumers are told of the end of the one before.
   static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients;

@@ -75,15 +75,42 @@ struct BackwardConsumer {
     arrive_named_barrier(kTurnBarrier + (steps.group + 1) % Config::kConsumers, Config::kConsumers * kWarpGroup);
   }
 
-  // All steps of the work; the first one exists. Gradients of queries are computed a step late: those of scores, which
-  // they take from both consumers, have then been there for a while, and neither has to wait for the other.
+  // All steps of the work; the first one exists. Those that store dquery have a loop of their own: in the other one
+  // that code, skipped at most steps, would take 5 to 10 % of the time.
+  __device__ void run_steps() {
+    if (steps.lane() == 0) steps.head() = steps.facts().head;
+    __syncwarp();
+    if constexpr (Block::kStoresQueries) {
+#pragma unroll 1
+      while (true) {
+        if (steps.has(Facts::kMetOnce)) {
+          run_like_steps<true>();
+        } else {
+          run_like_steps<false>();
+        }
+        if (!steps.has(Facts::kExists)) break;
+        // Turns begin anew when those of these steps have ended.
+        sync_named_barrier(kMeetBarrier, Config::kConsumers * kWarpGroup);
+      }
+    } else {
+      run_like_steps<false>();
+    }
+    if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
+  }
+
+  // Steps up to the next one that, unlike these, stores dquery or does not. Gradients of queries are computed a step
+  // late: those of scores, which they take from both consumers, have then been there for a while, and neither has to
+  // wait for the other.
   //
   // What a warp asks of memory, of a barrier too, waits behind the products that it has issued: until the last of them
   // has begun. So the next step's scores begin as soon as gradients are there, before these are added to memory, and
   // what they need to know is asked for earlier.
-  __device__ void run_steps() {
-    if (steps.lane() == 0) steps.head() = steps.facts().head;
-    __syncwarp();
+  template <bool kMetOnce>
+  __device__ __forceinline__ void run_like_steps() {
+    if constexpr (Block::kStoresQueries) {
+      settle(dkeys[0]);  // else the compiler has them elsewhere in each loop
+      settle(dvalues[0]);
+    }
     int tile = -1;  // of the step before
     if (steps.group == Config::kConsumers - 1) pass_turn();
     steps.multiply(steps.scores, steps.block.keys, steps.queries());
@@ -131,7 +158,7 @@ struct BackwardConsumer {
         if (releases_early) steps.release(own_stage);
         if (last_tile >= 0) {
           steps.wait_for_turn(last_number);
-          steps.add_query_gradients(dqueries, steps.group, sums);
+          give_query_gradients<kMetOnce>(dqueries, last_number, sums);
           steps.pass_turn(last_number);
         }
         if (!releases_early) steps.release(own_stage);
@@ -142,7 +169,7 @@ struct BackwardConsumer {
       steps.read_pairs(lse, steps.facts().rows.lse);
       wgmma_wait<0>();
       settle(dqueries);
-      if (!steps.has(Facts::kExists)) {
+      if (!steps.is_step(kMetOnce)) {
         if (Config::kEndsTurnsAtScores) pass_turn();
         end_step();
         break;
@@ -151,12 +178,12 @@ struct BackwardConsumer {
       if (Config::kEndsTurnsAtScores) pass_turn();
       end_step();
     }
-    add_last_query_gradients(tile);
+    end_last_step<kMetOnce>(tile);
     if (steps.group == 0) take_turn();  // that is left over: no barrier may be left with threads that have arrived
-    if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
   }
 
-  __device__ void add_last_query_gradients(int tile) {
+  template <bool kMetOnce>
+  __device__ void end_last_step(int tile) {
     float dqueries[kQueryNTiles][4];
     steps.wait_for_score_gradients(steps.last_number());
     steps.multiply_score_gradients(steps.score_gradients(steps.last_number()), steps.group, dqueries);
@@ -165,8 +192,19 @@ struct BackwardConsumer {
     settle(dkeys[0]);
     settle(dvalues[0]);
     steps.wait_for_turn(steps.last_number());
-    steps.add_query_gradients(dqueries, steps.group, tile);
+    give_query_gradients<kMetOnce>(dqueries, steps.last_number(), steps.query_sums(steps.group, tile));
     steps.pass_turn(steps.last_number());
+  }
+
+  // Those of the step with that number.
+  template <bool kMetOnce>
+  __device__ void give_query_gradients(const float (&dqueries)[kQueryNTiles][4], std::uint32_t step,
+                                       float* sums) const {
+    if constexpr (kMetOnce) {
+      steps.store_query_gradients(dqueries, steps.group, step);
+    } else {
+      steps.add_query_gradients(dqueries, steps.group, sums);
+    }
   }
 };
 

@@ -19,6 +19,13 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardM
                              .threads = Config::kThreads,
                              .shared_bytes = Block::kSharedBytes,
                              .is_dependent = true};
+  if constexpr (Block::kStoresQueries) {
+    // The device knows whether dquery is stored: one of the twins finds that it has no works.
+    constexpr std::uint32_t kNoneStored = kAbsent | Block::Facts::kMetOnce;
+    const cudaError_t result =
+        launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kNoneStored>, shape, stream, params, maps);
+    if (result != cudaSuccess || params.met_once.tiles == nullptr) return result;
+  }
   return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kAbsent>, shape, stream, params, maps);
 }
 

@@ -17,6 +17,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/step_facts.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
@@ -55,6 +56,11 @@ struct BackwardSteps {
   // For what is seldom needed: the compiler would hold on to it in registers over all steps.
   __device__ const BackwardParams& rare_params() const { return *recomputed(&block.params); }
   __device__ bool has(typename Facts::Mark bit) const { return (mark & bit & ~kAbsent) != 0; }
+  // Whether there is a step, whose rows are met once or not, as is said.
+  __device__ bool is_step(bool met_once) const {
+    if (!Block::kStoresQueries) return has(Facts::kExists);
+    return (mark & (Facts::kExists | Facts::kMetOnce)) == (Facts::kExists | (met_once ? Facts::kMetOnce : 0));
+  }
   __device__ int stage() const { return static_cast<int>(mark >> Facts::kStageShift & Facts::kStageMask); }
   // Where the step's rows are in shared memory.
   __device__ std::uint32_t queries() const { return (mark >> Facts::kAddressShift) * Facts::kAddressUnits; }
@@ -331,6 +337,32 @@ struct BackwardSteps {
       if (kHeadDim % 64 != 0 && first_n + n >= kDimNTiles) break;
       const float(&four)[4] = dqueries[n];
       add_to_global(target + n * kWarpGroup * 4, four[0], four[1], four[2], four[3], L2Policy::kKept);
+    }
+  }
+
+  // Those of the step with that number, whose rows no other step meets: dquery itself.
+  __device__ void store_query_gradients(const float (&dqueries)[kQueryNTiles][4], int part, std::uint32_t step) const {
+    const StepRows& rows = block.shared.rows_met_once[step];
+    const int first_n = Config::kSplitsRows ? 0 : part * kQueryNTiles;
+    const float scale = rare_params().score.scale;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < kQueryNTiles; n += 4) {
+        if (kHeadDim % 64 != 0 && first_n + n >= kDimNTiles) break;
+        std::uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &dqueries[n + i][2 * half];
+          words[i] = pack<Element>(pair[0] * scale, pair[1] * scale);
+        }
+        transpose_quad(words);
+        const int row = (Config::kSplitsRows ? part * 64 : 0) + warp() * 16 + lane() / 4 + 8 * half;
+        if (row < rows.count) {
+          store_piece(rows.first + row * rare_params().dquery.token_stride, first_n + n + lane() % 4, words,
+                      rare_params().head_dim);
+        }
+      }
     }
   }
 

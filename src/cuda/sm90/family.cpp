@@ -157,7 +157,10 @@ bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
 BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
   return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
     using Config = sm90::BackwardConfig<kHeadDim>;
-    return BackwardTiles{.rows = Config::kTileRows, .keys = Config::kTileKeys, .stays_on = gpu.processors};
+    return BackwardTiles{.rows = Config::kTileRows,
+                         .keys = Config::kTileKeys,
+                         .stays_on = gpu.processors,
+                         .stores_queries = Config::kMayStoreQueries};
   });
 }
 

@@ -12,6 +12,8 @@ constexpr int kWarpGroup = 128;
 
 // Named barriers of the forward's block, the first of those with one for each consumer; turns are the backward's, too.
 constexpr int kClearBarrier = 1, kTurnBarrier = 2, kCalmBarrier = 5;
+// Of the backward's block, where its two consumers meet.
+constexpr int kMeetBarrier = 4;
 
 // The two barriers of each stage: a phase of "full" ends when what was copied there has arrived, one of "empty" when
 // every consumer has read it.

@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/attention/call.h"
+#include "cuda/attention/met_once.cuh"
 #include "cuda/attention/tokens.cuh"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
@@ -34,7 +35,8 @@ __global__ void __launch_bounds__(kWarpGroup) query_gradient_kernel(const __grid
   // From the last to the first: of those that were added to last, the cache still has some.
   const unsigned number = gridDim.x - 1 - blockIdx.x;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, pair = static_cast<int>(number / parts);
-  const int row = static_cast<int>(number % parts) * kPartRows + thread / 32 * 16 + lane / 4;
+  const int first_row = static_cast<int>(number % parts) * kPartRows, row = first_row + thread / 32 * 16 + lane / 4;
+  if (stores_tile(params.met_once, params.plan, pair / params.heads, pair % params.heads, first_row)) return;
   const auto* source =
       reinterpret_cast<const float4*>(params.dquery_sums + std::int64_t{number} * kPartRows * kHeadDim) + thread;
   auto* target = static_cast<std::uint16_t*>(dquery.data) + pair / params.heads * dquery.batch_stride +

@@ -25,6 +25,7 @@ struct alignas(16) StepFacts {
     kNever = 1u << 15,    // is not set, which the compiler does not know
     kOddWork = 1u << 18,  // the work's number is odd
     kDone = 1u << 19,     // there is no work, either
+    kMetOnce = 1u << 20,  // the rows are met once (MetOnceTiles): their dquery is stored, and there are no sums of it
   };
   // Besides the number of the step, and of the one before, modulo kNumbers.
   static constexpr int kNumberShift = 9, kLastNumberShift = 12, kStageShift = 16, kAddressShift = 24;
@@ -46,6 +47,12 @@ struct alignas(16) StepFacts {
   int head, first_row;
   int tile;  // of all tiles of rows, in all colors: where sums of dquery lie
   std::uint32_t mark;
+};
+
+// Where the dquery of a step's rows goes that no other step adds to.
+struct StepRows {
+  std::uint16_t* first;
+  int count;
 };
 
 }  // namespace flash_dmattn::internal::cuda::sm90

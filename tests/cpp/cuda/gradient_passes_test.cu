@@ -1,4 +1,5 @@
-// Which sums of keys a backward clears, and what it makes of them, of plans that have some of the keys.
+// Which sums of keys a backward clears, and what it makes of them, of plans that have some of the keys. Which tiles of
+// rows a plan's tiles of keys meet once.
 #include "cuda/attention/gradient_passes.h"
 
 #include <cuda_bf16.h>
@@ -71,7 +72,7 @@ class Call {
     sums_.stored = own_lists_ ? nullptr : static_cast<std::uint8_t*>(stored.get());
     sums_.dkey = has_dkey_ ? static_cast<float*>(dkey_sums.get()) : nullptr;
     sums_.dvalue = has_dvalue_ ? static_cast<float*>(dvalue_sums.get()) : nullptr;
-    expect_success(launch_mark_keys(problem_, plan_, sums_, nullptr));
+    expect_success(launch_mark_keys(problem_, plan_, sums_, {}, nullptr));
     expect_success(launch_clear_key_sums(problem_, sums_, false, nullptr));
     const auto got_marks = to_host(static_cast<const std::uint8_t*>(sums_.marks), pairs * problem_.keys);
     for (std::int64_t i = 0; i < pairs * problem_.keys; ++i) {
@@ -235,6 +236,76 @@ void check_random_calls(int count, bool are_long) {
 TEST(KeySums, OfMarkedKeysAreClearedAndRounded) {
   check_random_calls<__nv_bfloat16>(rounds(400), false);
   check_random_calls<__half>(rounds(400), false);
+}
+
+// Which tiles of rows a single tile of keys meets, of plans with random units.
+void check_met_once(Rng& rng) {
+  BackwardProblem problem;
+  problem.batch = uniform(rng, 1, 3), problem.heads = problem.key_heads = uniform(rng, 1, 3);
+  problem.keys = uniform(rng, 1, 6000), problem.head_dim = problem.value_dim = 64;
+  DevicePlan plan;
+  plan.chunk_count = uniform(rng, 1, 5);
+  plan.per_batch = true;
+  plan.plan_heads = static_cast<std::int32_t>(problem.heads);
+  const auto count = static_cast<std::size_t>(problem.batch * problem.heads * plan.chunk_count);
+  const auto all_tiles = static_cast<std::int32_t>((problem.keys + kPlanTileKeys - 1) / kPlanTileKeys);
+  plan.tiles = (all_tiles + 1) / 2 * 2;
+  plan.capacity = plan.tiles * kPlanTileKeys;
+  MetOnceTiles met_once;
+  met_once.row_tile = rng() % 2 == 0 ? 64 : 128, met_once.tile_keys = rng() % 2 == 0 ? 64 : 128;
+  const int key_parts = met_once.tile_keys / kPlanTileKeys, row_units = met_once.row_tile / kUnitRows;
+
+  std::vector<ChunkKeys> chunks(count);
+  std::vector<std::uint16_t> units(count * static_cast<std::size_t>(plan.tiles));
+  std::vector<std::uint32_t> expected(count);
+  unsigned long long visits = 0, once = 0;
+  for (std::size_t chunk = 0; chunk < count; ++chunk) {
+    const bool is_range = rng() % 2 == 0;
+    const int before = is_range ? uniform(rng, 0, all_tiles - 1) : 0;
+    const int tiles = uniform(rng, 0, all_tiles - before);
+    chunks[chunk] = {static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{tiles} * kPlanTileKeys,
+                                                                      problem.keys - before * kPlanTileKeys)),
+                     is_range ? before * kPlanTileKeys : -1};
+    const int bits_of_tile = uniform(rng, 0, 3);
+    std::vector<std::vector<bool>> meets(kChunkUnits / static_cast<std::size_t>(row_units),
+                                         std::vector<bool>(static_cast<std::size_t>(before + tiles + 1)));
+    for (int tile = 0; tile < tiles; ++tile) {
+      for (int i = 0; i < bits_of_tile; ++i) {
+        const int unit = uniform(rng, 0, kChunkUnits - 1);
+        units[chunk * static_cast<std::size_t>(plan.tiles) + static_cast<std::size_t>(tile)] |=
+            static_cast<std::uint16_t>(1u << unit);
+        meets[static_cast<std::size_t>(unit / row_units)][static_cast<std::size_t>((before + tile) / key_parts)] = true;
+      }
+    }
+    for (std::size_t row_tile = 0; row_tile < meets.size(); ++row_tile) {
+      const auto meeting = std::count(meets[row_tile].begin(), meets[row_tile].end(), true);
+      visits += static_cast<unsigned long long>(meeting);
+      if (meeting == 1) expected[chunk] |= 1u << row_tile, ++once;
+    }
+  }
+
+  const DeviceMemory device_chunks(chunks), device_units(units);
+  plan.chunks = static_cast<const ChunkKeys*>(device_chunks.get());
+  plan.tile_units = static_cast<const std::uint16_t*>(device_units.get());
+  // Key 0 stands for all listed ones: nothing is asked of these here.
+  const DeviceMemory keys(std::vector<std::int32_t>(count * static_cast<std::size_t>(plan.capacity), 0));
+  plan.keys = static_cast<const std::int32_t*>(keys.get());
+  const std::int64_t all_keys = problem.batch * problem.key_heads * problem.keys;
+  const DeviceMemory marks(std::vector<std::uint8_t>(static_cast<std::size_t>(all_keys)));
+  KeyGradientSums sums;
+  sums.marks = static_cast<std::uint8_t*>(marks.get());
+  const DeviceMemory tiles(std::vector<std::uint32_t>(count, ~0u)), counts(std::vector<unsigned long long>(2));
+  met_once.tiles = static_cast<std::uint32_t*>(tiles.get());
+  met_once.visits = static_cast<unsigned long long*>(counts.get());
+  expect_success(launch_mark_keys(problem, plan, sums, met_once, nullptr));
+  EXPECT_EQ(to_host(static_cast<const std::uint32_t*>(tiles.get()), static_cast<std::int64_t>(count)), expected);
+  EXPECT_EQ(to_host(static_cast<const unsigned long long*>(counts.get()), 2),
+            (std::vector<unsigned long long>{visits, once}));
+}
+
+TEST(MetOnce, AsThePlanSays) {
+  Rng rng(3);
+  for (int i = 0; i < rounds(100) && !HasFailure(); ++i) check_met_once(rng);
 }
 
 TEST(KeySums, OfManyKeys) { check_random_calls<__nv_bfloat16>(rounds(40), true); }

@@ -113,6 +113,29 @@ def test_sinks(dtype: torch.dtype, head_dim: int, value_dim: int, rows: int, key
     assert_right(case)
 
 
+# Of 16 MiB of sums or more, from which on gradients of such queries are stored at once.
+@pytest.mark.parametrize(
+    "heads, rows, head_dim, value_dim",
+    [(200, 330, 64, 40), (136, 330, 96, 96), (100, 330, 128, 128), (32, 1100, 128, 96)],
+)
+@pytest.mark.parametrize("form", ["documents", "tiles", "biased tiles"])
+def test_rows_met_once(dtype: torch.dtype, heads: int, rows: int, head_dim: int, value_dim: int, form: str) -> None:
+    """Rows that see keys of one tile alone, between others."""
+    intervals = None
+    with on_cpu:
+        options = {"value_dim": value_dim, "dtype": dtype, "bias": (1, 1, rows) if "biased" in form else None}
+        case = make_case(1, heads, heads // 4, rows, rows, head_dim, is_causal=True, **options)
+        if form == "documents":
+            bounds = [0, 60, 61, 200, 264, min(rows, 1000), rows]
+            intervals = KeyIntervals.documents(bounds, rows, is_causal=True)
+            mask = intervals.dense_mask(rows)
+        else:
+            tiles = torch.rand(1, 1, (rows + 63) // 64, (rows + 127) // 128) < 0.4
+            mask = tiles.repeat_interleave(64, 2).repeat_interleave(128, 3)[..., :rows, :rows]
+        case = poison_unseen(replace(case, mask=mask))
+    assert_right(case, intervals)
+
+
 @pytest.mark.parametrize("form", ["key", "row and key", "transposed", "intervals"])
 def test_masks(form: str) -> None:
     """Both ways to read a mask, lists and ranges, over two chunks of rows."""
