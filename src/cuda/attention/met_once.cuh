@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "cuda/attention/params.h"
+#include "cuda/plan/chunk_of.cuh"
 #include "cuda/plan/device_plan.h"
-#include "cuda/plan/entry_offset.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -23,10 +23,7 @@ __device__ inline bool is_met_once(const MetOnceTiles& met_once, std::int64_t pl
 // The same for a query head, if blocks store such tiles.
 __device__ inline bool stores_tile(const MetOnceTiles& met_once, const DevicePlan& plan, int batch, int head,
                                    int first_row) {
-  if (!stores_queries(met_once)) return false;
-  const int plan_head = static_cast<int>(entry_of_head(head, plan.head_divisor));
-  const int entry = (plan.per_batch ? batch : 0) * plan.plan_heads + plan_head;
-  return is_met_once(met_once, std::int64_t{entry} * plan.chunk_count + first_row / kChunkRows, first_row);
+  return stores_queries(met_once) && is_met_once(met_once, chunk_of(plan, batch, head, first_row), first_row);
 }
 
 // Finds those of a chunk. By a block of kThreads.
@@ -38,7 +35,7 @@ __device__ void find_met_once(const MetOnceTiles& met_once, const DevicePlan& pl
   if (thread == 0) s_tiles = 0, s_visits = 0;
   __syncthreads();
   const ChunkKeys keys = plan.chunks[plan_chunk];
-  // Tiles of ranges begin at multiples of their size, those of lists where the list does.
+  // As in RowWalk: tiles of ranges begin at multiples of their size, those of lists where the list does.
   const int parts = met_once.tile_keys / kPlanTileKeys, before = max(keys.first, 0) / kPlanTileKeys;
   const int end = before + (keys.count + kPlanTileKeys - 1) / kPlanTileKeys;
   const int tile_units = met_once.row_tile / kUnitRows;

@@ -14,6 +14,7 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/tokens.cuh"
+#include "cuda/plan/chunk_of.cuh"
 #include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -54,13 +55,6 @@ struct PlannedSources {
   std::int32_t count, first;              // as in ChunkKeys
   int tiles;
 };
-
-// As DevicePlan::first_chunk, with a division that is fast on a GPU.
-__device__ inline std::int64_t chunk_of(const DevicePlan& plan, int batch, int head, int row) {
-  const std::int64_t entry =
-      std::int64_t{plan.per_batch ? batch : 0} * plan.plan_heads + entry_of_head(head, plan.head_divisor);
-  return entry * plan.chunk_count + row / kChunkRows;
-}
 
 template <typename Element>
 __device__ inline void find_sources(const AttentionParams& params, int batch, int head, int first_row,
