@@ -51,7 +51,10 @@ start() {
   # Only this library's kernels. The tests fill their inputs by copies, which initcheck knows of.
   local flags=(--tool "$tool" --error-exitcode 1 --print-limit 20 "$only" kns=flash_dmattn)
   [[ $tool != racecheck ]] || flags+=("${indirect[@]}")
-  "$sanitizer" "${flags[@]}" "$@" >"$logs/$name.log" 2>&1 &
+  # What the copy engine stores, initcheck does not know to be written.
+  local bulk_stores=1
+  [[ $tool != initcheck ]] || bulk_stores=0
+  FLASH_DMATTN_BULK_STORES=$bulk_stores "$sanitizer" "${flags[@]}" "$@" >"$logs/$name.log" 2>&1 &
   names+=("$name")
   pids+=($!)
 }

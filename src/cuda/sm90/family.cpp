@@ -1,6 +1,10 @@
 // The kernels with Hopper's asynchronous products and copies (wgmma, TMA), as a kernel family. The forward is left to
 // other families above head dim 128 with a softcap, or a bias that differs by row and does not come in boxes; the
 // backward with a softcap, or a bias that differs by row.
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
 #include "cuda/attention/backward_call.h"
 #include "cuda/attention/call.h"
 #include "cuda/attention/key_works.h"
@@ -47,6 +51,19 @@ bool takes_forward(const AttentionProblem& problem, const Gpu& gpu) {
   return !is_planned(problem) || (has_whole_pieces(problem) && is_aligned(problem.key) && is_aligned(problem.value));
 }
 
+// Whether the copy engine may store the forward's output. compute-sanitizer's initcheck does not see what that writes,
+// and takes the output for uninitialised: it runs with FLASH_DMATTN_BULK_STORES=0 (tools/sanitize_gpu.sh).
+bool may_store_boxes() {
+  static const bool may = [] {
+    const char* value = std::getenv("FLASH_DMATTN_BULK_STORES");
+    if (value == nullptr || std::string_view(value) == "1") return true;
+    if (std::string_view(value) == "0") return false;
+    std::fprintf(stderr, "flash_dmattn: FLASH_DMATTN_BULK_STORES=%s is neither 0 nor 1; it is ignored\n", value);
+    return true;
+  }();
+  return may;
+}
+
 struct Sm90ForwardScratch : ForwardScratch {
   std::int32_t *next_huge = nullptr, *taken = nullptr;  // as in Sm90ForwardParams, BlockOrder
 
@@ -88,12 +105,17 @@ cudaError_t by_forward_type(const AttentionProblem& problem, Launch launch) {
 }
 
 template <int kHeadDim, int kValueDim, bool kPlanned, sm90::Scoring kScoring>
-cudaError_t make_maps(const AttentionProblem& problem, sm90::ForwardMaps* maps) {
+cudaError_t make_maps(const ForwardProblem& problem, bool aligned, sm90::ForwardMaps* maps) {
   using Config = sm90::ForwardConfig<kHeadDim, kValueDim, kPlanned, kScoring>;
   constexpr int kTileKeys = kPlanned ? sm90::kWarpKeys : Config::kTileKeys;
   cudaError_t result = sm90::make_tensor_map(problem.query, problem.dtype, problem.batch, problem.rows, problem.heads,
                                              problem.head_dim, sm90::kConsumerRows, &maps->query);
   if (result != cudaSuccess) return result;
+  if (aligned) {
+    result = sm90::make_tensor_map(problem.out, problem.dtype, problem.batch, problem.rows, problem.heads,
+                                   problem.value_dim, sm90::kWarpRows, &maps->out);
+    if (result != cudaSuccess) return result;
+  }
   const auto make = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
                                  kTileKeys, map);
@@ -120,6 +142,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.order.taken = scratch.taken;
   params.next_huge = scratch.next_huge;
   params.boxes_of_bias = has_boxes_of_bias(problem);
+  params.aligned = params.aligned && may_store_boxes();
   params.follows_plan = prepared.is_written();
   params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
@@ -128,7 +151,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
       sm90::ForwardMaps maps;
       const cudaError_t made =
           sm90::by_kernel<kHeadDim, kValueDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
-            return make_maps<kHeadDim, kValueDim, kPlanned, kScoring>(problem, &maps);
+            return make_maps<kHeadDim, kValueDim, kPlanned, kScoring>(problem, params.aligned, &maps);
           });
       if (made != cudaSuccess) return made;
       return sm90::launch_forward<Element, kHeadDim, kValueDim>(params, maps, prepared.planned, stream);

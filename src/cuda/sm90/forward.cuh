@@ -56,20 +56,35 @@ struct ForwardBlock {
     WorkRing ring;
   };
   static constexpr std::size_t kPlannedOffset = Config::kTilesBytes + (sizeof(Shared) + 15) / 16 * 16;
-  static constexpr std::size_t kStagingOffset = (kPlannedOffset + (kPlanned ? sizeof(Planned) : 0) + 15) / 16 * 16;
-  // Each warp of a consumer stores its 16 rows through memory of its own, as many columns at a time as there is room
-  // for; where there is none, through its rows of the queries.
+  // Each warp of a consumer stores its 16 rows through memory of its own: a box of 64 columns at a time or, if there is
+  // room, all of its boxes; where there is no room for that, as many columns as there is; and where there is none at
+  // all, through its rows of the queries.
   static constexpr int kWarps = 4 * kConsumers;
   static constexpr std::size_t staging_bytes(int columns) { return std::size_t{kWarps} * 16 * 2 * columns; }
-  static constexpr int staged_columns() {
-    for (int columns = 64; columns >= 16; columns /= 2) {
-      if (kStagingOffset + staging_bytes(columns) <= kWideSharedBytes) return columns;
+  static constexpr std::size_t kPlannedEnd = kPlannedOffset + (kPlanned ? sizeof(Planned) : 0);
+  static constexpr std::size_t staging_offset(bool boxes) {
+    const std::size_t alignment = boxes ? 1024 : 16;
+    return (kPlannedEnd + alignment - 1) / alignment * alignment;
+  }
+  static constexpr int staged_boxes() {
+    for (const int boxes : {Config::kValuePanels, 1}) {
+      if (staging_offset(true) + staging_bytes(64 * boxes) <= kWideSharedBytes) return boxes;
     }
     return 0;
   }
-  static constexpr bool kStagesInQueries = staged_columns() == 0;
-  static constexpr int kStagedColumns = kStagesInQueries ? 64 : staged_columns();
-  static constexpr std::size_t kSharedBytes = kStagingOffset + (kStagesInQueries ? 0 : staging_bytes(kStagedColumns));
+  static constexpr int staged_columns() {
+    for (int columns = 32; columns >= 16; columns /= 2) {
+      if (staging_offset(false) + staging_bytes(columns) <= kWideSharedBytes) return columns;
+    }
+    return 0;
+  }
+  static constexpr bool kStoresBoxes = staged_boxes() > 0;
+  static constexpr int kStagedBoxes = kStoresBoxes ? staged_boxes() : 1;
+  static constexpr bool kStagesInQueries = !kStoresBoxes && staged_columns() == 0;
+  static constexpr int kStagedColumns = kStoresBoxes || kStagesInQueries ? 64 : staged_columns();
+  static constexpr std::size_t kStagingOffset = staging_offset(kStoresBoxes);
+  static constexpr std::size_t kSharedBytes =
+      kStagingOffset + (kStagesInQueries ? 0 : staging_bytes(kStagedColumns * kStagedBoxes));
   static_assert(kSharedBytes <= kWideSharedBytes);
 
   const Sm90ForwardParams& params;
@@ -122,12 +137,15 @@ struct ForwardBlock {
       const bool spreads = !kPlanned && params.visibility.is_causal;
       const int heads_at_once = spreads ? (params.processors + row_tiles - 1) / row_tiles : 1;
       const auto at_once = static_cast<unsigned>(heads_at_once * row_tiles);
-      const int first_pair = static_cast<int>(index / at_once) * heads_at_once,
-                rest = static_cast<int>(index % at_once);
-      const int width = min(heads_at_once, params.batch * params.heads / step - first_pair);
-      const int pair = (first_pair + rest % width) * step;
-      batch = pair / params.heads, head = pair % params.heads;
-      first_row = (row_tiles - 1 - rest / width) * tile_rows;
+      int first_pair = static_cast<int>(index / at_once) * heads_at_once;
+      int rest = static_cast<int>(index - index / at_once * at_once);
+      if constexpr (!kPlanned) {  // divisions take long, and a short work waits for them
+        const int width = min(heads_at_once, params.batch * params.heads / step - first_pair);
+        first_pair += rest % width, rest /= width;
+      }
+      const int pair = first_pair * step;
+      batch = params.batch == 1 ? 0 : pair / params.heads, head = pair - batch * params.heads;
+      first_row = (row_tiles - 1 - rest) * tile_rows;
     }
   };
 
@@ -155,7 +173,7 @@ struct ForwardBlock {
     work.key_head = rows.head / params.group;
     work.existing = key_count(params.visibility, rows.batch);
     if constexpr (kPlanned) {
-      find_sources<Element>(params, rows.batch, rows.head, rows.first_row, &planned.sources[slot]);
+      find_sources<Element>(params, work, &planned.sources[slot]);
     }
   }
 

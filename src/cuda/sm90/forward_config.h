@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-constexpr int kConsumerRows = 64;
+constexpr int kConsumerRows = 64, kWarpRows = 16;  // of a consumer, and of each of its warps
 
 // What becomes of products before the softmax.
 enum class Scoring {
@@ -59,9 +59,9 @@ struct ForwardConfig {
   static constexpr int kBiasStages = kRowBiased || kStagesKeyBias ? kValueStages : 0;
   // In a plan values wait for what is known of their keys: a stage of keys more, where there is room.
   static constexpr int kKeyStages = kPlanned && kValueDim <= 128 ? kValueStages + 1 : kValueStages;
-  // In a plan: of what consumers know of keys. When the producer writes that of stage n, keys of stage n - 1 -
-  // kKeyStages have been read, and so all that is known of the stages before n - 2 - kKeyStages; one to spare.
-  static constexpr int kFactsSlots = kKeyStages + 4;
+  // In a plan: of what consumers know of keys. When the producer writes that of stage n, stage n - 1 - kKeyStages has
+  // been handed back, and with it all that is known of the stages before that one.
+  static constexpr int kFactsSlots = kKeyStages + 2;
   static constexpr int kRoleWarps = kTileKeys / kWarpKeys;  // in a plan: that bring keys, and as many that bring values
   static constexpr int kProducers = kPlanned && kRoleWarps == 4 ? 2 : 1;  // warp groups
   static constexpr int kThreads = 128 * (kProducers + kConsumers);

@@ -165,12 +165,14 @@ struct ForwardConsumer : ForwardScores<Block> {
         finish(run_over_tiles(tiles));
       } else {
         run_safely_over_tiles(tiles);
+        wait_until_stored<Block>();
         store(end_rows());
         taker.release();
       }
     }
     // The turn that the last consumer has passed on: no barrier may be left with threads that have arrived.
     if (Config::kTakesTurns && group == 0) take_turn();
+    end_storing<Block>();
   }
 
   __device__ void begin() {

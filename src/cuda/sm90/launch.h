@@ -9,10 +9,11 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-// What a forward reads, as the copy engine finds it: boxes of a consumer's rows, and of a tile of keys or, in a plan,
-// of those of a producer's warp.
+// What a forward reads and writes, as the copy engine finds it: boxes of a consumer's rows, and of a tile of keys or,
+// in a plan, of those of a producer's warp.
 struct ForwardMaps {
   CUtensorMap query, key, value;
+  CUtensorMap out;   // if rows are aligned: boxes of a warp's rows
   CUtensorMap bias;  // if it differs by row: boxes of a work tile's rows, and of 64 keys
 };
 

@@ -15,7 +15,6 @@
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/tokens.cuh"
 #include "cuda/plan/chunk_of.cuh"
-#include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -57,14 +56,20 @@ struct PlannedSources {
 };
 
 template <typename Element>
-__device__ inline void find_sources(const AttentionParams& params, int batch, int head, int first_row,
-                                    PlannedSources* sources) {
+__device__ inline void find_sources(const AttentionParams& params, const Work& work, PlannedSources* sources) {
   const Visibility& visibility = params.visibility;
-  const auto at = [&](const BroadcastView& view, auto element) {
-    return view.defined() ? static_cast<const decltype(element)*>(view.data) + entry_offset(view, batch, head)
-                          : nullptr;
+  // entry_of_head without its division: short works wait for this.
+  const auto entry_of = [&](std::int64_t head_divisor) {
+    return static_cast<std::uint32_t>(head_divisor == 1 ? work.head : head_divisor == params.group ? work.key_head : 0);
   };
-  const std::int64_t plan_chunk = chunk_of(params.plan, batch, head, first_row);
+  const auto offset_of = [&](const auto& view) {
+    return work.batch * view.batch_stride + entry_of(view.head_divisor) * view.head_stride;
+  };
+  const auto at = [&](const BroadcastView& view, auto element) {
+    return view.defined() ? static_cast<const decltype(element)*>(view.data) + offset_of(view) : nullptr;
+  };
+  const std::int64_t plan_chunk =
+      chunk_of_plan_head(params.plan, work.batch, entry_of(params.plan.head_divisor), work.first_row);
   const ChunkKeys chunk = params.plan.chunks[plan_chunk];
   sources->tile_units = params.plan.tile_units + plan_chunk * params.plan.tiles;
   sources->tile_full = params.plan.tile_full + plan_chunk * params.plan.tiles;
@@ -78,15 +83,15 @@ __device__ inline void find_sources(const AttentionParams& params, int batch, in
   sources->packed_words = nullptr;
   if (visibility.packed.defined()) {
     const PackedMask& packed = visibility.packed;
-    const std::int64_t first_key = entry_offset(packed, batch, head) + first_row / kChunkRows * packed.chunk_stride;
-    sources->packed_words = packed.words + first_key * kChunkWords + first_row % kChunkRows / kWordRows;
+    const std::int64_t first_key = offset_of(packed) + work.first_row / kChunkRows * packed.chunk_stride;
+    sources->packed_words = packed.words + first_key * kChunkWords + work.first_row % kChunkRows / kWordRows;
   }
   // One that differs by row is left to consumers.
   sources->key_bias = params.bias.rows > 1                   ? nullptr
                       : params.bias.dtype == DType::kFloat32 ? static_cast<const void*>(at(params.bias, float()))
                                                              : at(params.bias, Element());
-  sources->keys = rows_of(params.key, batch, head / params.group, 0).base;
-  sources->values = rows_of(params.value, batch, head / params.group, 0).base;
+  sources->keys = rows_of(params.key, work.batch, work.key_head, 0).base;
+  sources->values = rows_of(params.value, work.batch, work.key_head, 0).base;
   sources->key_stride = static_cast<std::int32_t>(params.key.token_stride) * 2;
   sources->value_stride = static_cast<std::int32_t>(params.value.token_stride) * 2;
 }

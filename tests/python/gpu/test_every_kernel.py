@@ -175,15 +175,26 @@ def test_family_of_an_architecture(arch: str, kernels: str) -> None:
     """The same on what GPUs with less shared memory run, those without kernels of their own, and Hopper."""
     if arch == "sm_90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
-    environment = {**os.environ, "FLASH_DMATTN_ARCH": arch, "FLASH_DMATTN_LOG": "1"}
     chosen = "test_without or test_biases or test_sinks"
     if arch != "sm_90":
         chosen += " or test_attention or test_masks"
+    lines = run_tests(chosen, FLASH_DMATTN_ARCH=arch, FLASH_DMATTN_LOG="1")
+    for direction in ("forward", "backward"):
+        assert re.search(rf"cuda/{kernels} \w+ {direction} ", lines), direction
+    assert ("cuda/sm90" in lines) == (kernels == "sm90")
+
+
+@pytest.mark.timeout(600)
+def test_output_without_the_copy_engine() -> None:
+    """As it is stored under initcheck; else only head dims that are no multiple of 8 are stored by element."""
+    run_tests("bfloat16 and (test_several_works and 128 or test_without and usual)", FLASH_DMATTN_BULK_STORES="0")
+
+
+def run_tests(chosen: str, **environment: str) -> str:
+    """Tests of this file, in a process of their own. What it writes to stderr."""
     arguments = [__file__, "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", *arguments], env={**os.environ, **environment}, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-4000:]
-    for direction in ("forward", "backward"):
-        assert re.search(rf"cuda/{kernels} \w+ {direction} ", result.stderr), direction
-    assert ("cuda/sm90" in result.stderr) == (kernels == "sm90")
+    return result.stderr
