@@ -44,6 +44,9 @@ struct BackwardConfig {
   // the next work up before consumers are told of the end of the one before.
   static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients;
 
+  // Whether consumers store their results as boxes; measured.
+  static constexpr bool kStoresBoxes = kHeadDim == 64 || kHeadDim == 128;
+
   // Of consumers that own keys, all measured:
   // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow;
   // whether a turn at the tensor cores goes on to the next step's scores, and if so whether it ends there, and not when

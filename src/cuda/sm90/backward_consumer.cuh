@@ -28,6 +28,7 @@ struct BackwardConsumer {
       run_work();
       steps.release_work();
       steps.wait_for_next_step();
+      steps.wait_until_read();
     }
   }
 
@@ -64,8 +65,13 @@ struct BackwardConsumer {
       steps.pass_turn_of_keys();
       return;
     }
-    if (params.wants_dkey) steps.store(dkeys, params.dkey, params.head_dim, params.score.scale);
-    if (params.wants_dvalue) steps.store(dvalues, params.dvalue, params.value_dim, 1);
+    if constexpr (Config::kStoresBoxes) {
+      if (params.wants_dkey) steps.store_boxes(dkeys, 0, steps.block.maps.dkey, params.score.scale);
+      if (params.wants_dvalue) steps.store_boxes(dvalues, 1, steps.block.maps.dvalue, 1);
+    } else {
+      if (params.wants_dkey) steps.store(dkeys, params.dkey, params.head_dim, params.score.scale);
+      if (params.wants_dvalue) steps.store(dvalues, params.dvalue, params.value_dim, 1);
+    }
   }
 
   // One consumer at a time begins a block of products: those of gradients of queries and keys and, where turns are

@@ -15,8 +15,10 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/flags.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/staged_rows.cuh"
 #include "cuda/sm90/step_facts.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
@@ -479,6 +481,38 @@ struct BackwardSteps {
     before = __shfl_sync(~0u, before, 0);
     __syncwarp();
     return before == order.segments - 1;
+  }
+
+  // Gradient `which` of two, to a tensor of keys, by the copy engine, from places of gradients of scores: that of the
+  // step to come, and the next one. Nobody reads the former any more; nor, where turns end with the products in them,
+  // the latter, as the other consumer has had its turn. (Head dim 64 needs a place for each gradient, and has two in
+  // the former.) Until they are read, nothing may be written there: wait_until_read.
+  __device__ void store_boxes(const float (&gradient)[1][kDimNTiles][4], int which, const CUtensorMap& map,
+                              float factor) const {
+    const KeyBlock& keys = work().block;
+    const float factors[2] = {factor, factor};
+#pragma unroll
+    for (int panel = 0; panel < Config::kPanels; ++panel) {
+      const std::uint32_t place =
+          Config::kPanels == 1 ? score_gradients(number()) + which * kKeyPanel : score_gradients(number() + panel);
+      const std::uint32_t staged = place + warp_key() * 128;
+      static_assert(Config::kPanels == 1 ? Config::kTileRows == 128 : Config::kLongTurns);
+      if (lane() == 0 && Config::kPanels == 2) wait_boxes_read<1>();
+      __syncwarp();
+      stage_columns<Element, 8>(staged, static_cast<unsigned>(lane()), gradient, 8 * panel, factors);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane() == 0) {
+        store_box(map, panel * 64, keys.tile * Config::kTileKeys + warp_key(), keys.key_head, keys.batch, staged);
+        commit_boxes();
+      }
+    }
+  }
+  // Until what the warp has stored is read. By all its lanes.
+  __device__ void wait_until_read() const {
+    if constexpr (!Config::kStoresBoxes) return;
+    if (lane() == 0) wait_boxes_read<0>();
+    __syncwarp();
   }
 
   // `columns`: of the target.

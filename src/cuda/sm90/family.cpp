@@ -200,8 +200,15 @@ cudaError_t make_maps(const BackwardProblem& problem, const BackwardTiles& tiles
     return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
                                  sm90::kWarpKeys, map);
   };
+  const auto make_of_results = [&](const TokenView& tokens, std::int64_t columns, CUtensorMap* map) {
+    if (!tokens.defined()) return cudaSuccess;
+    return sm90::make_tensor_map(tokens, problem.dtype, problem.batch, problem.keys, problem.key_heads, columns,
+                                 sm90::kWarpRows, map);
+  };
   cudaError_t result = make(problem.query, problem.head_dim, &maps->query);
   if (result == cudaSuccess) result = make(problem.dout, problem.value_dim, &maps->dout);
+  if (result == cudaSuccess) result = make_of_results(problem.dkey, problem.head_dim, &maps->dkey);
+  if (result == cudaSuccess) result = make_of_results(problem.dvalue, problem.value_dim, &maps->dvalue);
   maps->boxes_of_keys = sm90::has_tensor_map(problem.key, problem.batch, problem.keys, problem.key_heads) &&
                         sm90::has_tensor_map(problem.value, problem.batch, problem.keys, problem.key_heads);
   if (result != cudaSuccess || !maps->boxes_of_keys) return result;

@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-constexpr int kConsumerRows = 64, kWarpRows = 16;  // of a consumer, and of each of its warps
+constexpr int kConsumerRows = 64;
 
 // What becomes of products before the softmax.
 enum class Scoring {

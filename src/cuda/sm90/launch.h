@@ -47,10 +47,12 @@ auto by_kernel(const Sm90ForwardParams& params, bool planned, Function function)
                                    : function.template operator()<false, Scoring::kNone>();
 }
 
-// What a backward reads in boxes: of a step's rows, and of the keys of a producer's warp.
+// What a backward reads in boxes, of a step's rows and of the keys of a producer's warp, and what it may store in
+// boxes, of the keys of a consumer's warp, if it is wanted.
 struct BackwardMaps {
   CUtensorMap query, dout;
   CUtensorMap key, value;
+  CUtensorMap dkey, dvalue;
   bool boxes_of_keys;  // or the strides of keys or values do not allow boxes, and all are gathered
 };
 

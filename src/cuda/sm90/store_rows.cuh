@@ -3,20 +3,19 @@
 
 #include <cstdint>
 
-#include "cuda/attention/fragments.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/staged_rows.cuh"
 #include "cuda/sm90/work_queue.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
 // sums times `inverse`, rounded, to the output. The warp's rows, from first_row on, are brought in order in shared
-// memory, kStagedColumns columns at a time, since a lane has pieces of four bytes. From there they go as boxes where
-// there is room for these (kStoresBoxes): a warp's own stores wait in a queue until the GPU's memory takes them.
+// memory, kStagedColumns columns at a time. From there they go as boxes where there is room for these (kStoresBoxes): a
+// warp's own stores wait in a queue until the GPU's memory takes them.
 template <typename Block, int kDimNTiles>
 __device__ inline void store_rows(const Block& block, int group, const Work& work, int head, int first_row,
                                   const float (&inverse)[2], const float (&sums)[1][kDimNTiles][4]) {
@@ -27,11 +26,6 @@ __device__ inline void store_rows(const Block& block, int group, const Work& wor
   const std::uint32_t own =
       block.queries + (Block::kStagesInQueries ? 0 : static_cast<std::uint32_t>(Block::kStagingOffset)) +
       (4 * static_cast<unsigned>(group) + own_thread / 32 % 4) * (Block::kStagedBoxes * 16 * kRowBytes);
-  // Swizzled: eight rows of a piece, and all pieces of as many rows as fill 128 bytes, have banks of their own.
-  const auto address_of = [&](std::uint32_t staged, unsigned row, unsigned piece) {
-    return staged + row * kRowBytes + (piece ^ row * kPieces / 8 % kPieces) * 16;
-  };
-  const unsigned given_row = lane % 16, given_piece = lane / 16;  // of the matrices (stmatrix)
   const unsigned taken_row = lane / kPieces, taken_piece = lane % kPieces;
   std::uint16_t* const target = static_cast<std::uint16_t*>(params.out.data) + work.batch * params.out.batch_stride +
                                 head * params.out.head_stride + std::int64_t{first_row} * stride;
@@ -44,16 +38,7 @@ __device__ inline void store_rows(const Block& block, int group, const Work& wor
     } else if (first > 0) {
       __syncwarp();
     }
-#pragma unroll
-    for (int n = 0; n < static_cast<int>(kPieces) && first + n < kDimNTiles; n += 2) {
-      std::uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = pair_at(sums, i % 2, first + n + i / 2);
-        words[i] = pack<typename Block::Element>(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
-      }
-      store_matrices(address_of(staged, given_row, n + given_piece), words);
-    }
+    stage_columns<typename Block::Element, kPieces>(staged, lane, sums, first, inverse);
     if (Block::kStoresBoxes && params.aligned) fence_async_proxy();
     __syncwarp();
     const int columns = params.value_dim - first * 8;
@@ -61,7 +46,7 @@ __device__ inline void store_rows(const Block& block, int group, const Work& wor
 #pragma unroll 1
       for (unsigned index = lane; index < 16 * 8 * kPieces; index += 32) {
         const unsigned row = index / (8 * kPieces), column = index % (8 * kPieces);
-        const std::uint32_t pair = load_shared(address_of(staged, row, column / 8) + column % 8 / 2 * 4);
+        const std::uint32_t pair = load_shared(staged_piece<kPieces>(staged, row, column / 8) + column % 8 / 2 * 4);
         if (static_cast<int>(row) < count && static_cast<int>(column) < columns) {
           target[std::int64_t{static_cast<int>(row)} * stride + first * 8 + column] =
               static_cast<std::uint16_t>(pair >> (column % 2 * 16));
@@ -76,7 +61,7 @@ __device__ inline void store_rows(const Block& block, int group, const Work& wor
       std::uint32_t pieces[16 / kRowsAtOnce][4];
 #pragma unroll
       for (unsigned i = 0; i < 16 / kRowsAtOnce; ++i) {
-        load_shared_16(pieces[i], address_of(staged, taken_row + i * kRowsAtOnce, taken_piece));
+        load_shared_16(pieces[i], staged_piece<kPieces>(staged, taken_row + i * kRowsAtOnce, taken_piece));
       }
       std::uint16_t* const taken = target + std::int64_t{static_cast<int>(taken_row)} * stride + taken_piece * 8;
       const bool has_column = static_cast<int>(taken_piece * 8) < columns;

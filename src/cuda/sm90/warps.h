@@ -6,6 +6,7 @@
 namespace flash_dmattn::internal::cuda::sm90 {
 
 constexpr int kWarpKeys = 32;  // of a tile, that a producer's warp brings: each of its lanes knows one
+constexpr int kWarpRows = 16;  // of a product, that a consumer's warp has
 
 // Whether every warp group gets the registers a thread that it asks for. A block begins with as many, in eights, as all
 // of its threads can have alike; where these are given up and taken anew (setmaxnreg), a group that asks for more than
