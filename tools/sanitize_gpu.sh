@@ -65,7 +65,7 @@ for tool in "${tools[@]}"; do
   start "$tool-selection" "$tool" "$build/tests/cpp/cuda/cuda_selection_test" --gtest_brief=1 \
     --gtest_filter='SelectionCuda.EveryPathOnce:SelectionCuda.NothingToSelectFrom'
   start "$tool-decode" "$tool" "$build/tests/cpp/cuda/cuda_decode_test" --gtest_brief=1 \
-    --gtest_filter='DecodeLists.CausalRule:DecodeLists.OrderAndRepeatsDoNotMatter:DecodeLists.LongCaches'
+    --gtest_filter='Decode.EveryNumberOfRows:DecodeLists.CausalRule:DecodeLists.OrderAndRepeatsDoNotMatter:DecodeLists.LongCaches'
   start "$tool-kept-keys" "$tool" "$build/tests/cpp/cuda/cuda_kept_keys_test" --gtest_brief=1
   for ((group = 1; group <= groups; ++group)); do
     start "$tool-python-$group" "$tool" "${PY:-python3}" -m pytest tests/python/gpu/test_every_kernel.py -q \

@@ -13,15 +13,27 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// The higher of `before` and the scores of the thread's row i, which lie in four neighbouring lanes.
-template <int kMTiles, int kNTiles>
+// The lanes of a warp that have parts of the same row: four neighbours, as the tensor core has rows of a product, or
+// every fourth, as it has columns.
+enum class RowLanes { kNeighbours, kEveryFourth };
+
+// What `combine` makes of the lanes' values, for each row.
+template <RowLanes kLanes, typename Combine>
+__device__ inline float over_row(float value, Combine combine) {
+  constexpr int kFirst = kLanes == RowLanes::kNeighbours ? 1 : 4, kEnd = kLanes == RowLanes::kNeighbours ? 4 : 32;
+#pragma unroll
+  for (int step = kFirst; step < kEnd; step *= 2) value = combine(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+}
+
+// The higher of `before` and the scores of the thread's row i.
+template <RowLanes kLanes = RowLanes::kNeighbours, int kMTiles, int kNTiles>
 __device__ inline float row_maximum(const float (&scores)[kMTiles][kNTiles][4], int i, float before) {
   const int m = i / 2, half = 2 * (i % 2);
   float highest = before;
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) highest = fmaxf(highest, fmaxf(scores[m][n][half], scores[m][n][half + 1]));
-  highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-  return fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+  return over_row<kLanes>(highest, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // What a row's exponents are relative to. 0 for a row that has not seen any key yet: its scores are all -inf, and
@@ -50,11 +62,11 @@ struct HalfProduct {
 // Comes before update_softmax, for each of the thread's rows i, where any row of the warp may be huge. Raises true_max,
 // the row's maximum, to that of the tile, and turns the scores of a huge row into their distances from it, so that for
 // update_softmax the row's maximum is 0.
-template <int kMTiles, int kNTiles, int kDimNTiles>
+template <RowLanes kLanes = RowLanes::kNeighbours, int kMTiles, int kNTiles, int kDimNTiles>
 __device__ inline void shift_huge_row(const ScoreRule& rule, int i, float& true_max,
                                       float (&scores)[kMTiles][kNTiles][4], float (&row_max)[2 * kMTiles],
                                       float (&row_sum)[2 * kMTiles], float (&accumulators)[kMTiles][kDimNTiles][4]) {
-  const float before = true_max, after = row_maximum(scores, i, before);
+  const float before = true_max, after = row_maximum<kLanes>(scores, i, before);
   if (after == -INFINITY) return;
   true_max = after;
   const HalfProduct product(rule, after);

@@ -7,44 +7,53 @@
 #include <cstdint>
 
 #include "cuda/attention/params.h"
+#include "cuda/decode/divisor.h"
 #include "cuda/decode/stripes.h"
 
 namespace flash_dmattn::internal::cuda {
 
-constexpr int kDecodeRows = 16;          // rows of a tensor core product: the (query row, head of the group) of a block
+constexpr int kDecodeRows = 16;          // (query row, head of the group) pairs of a block: rows of a product
+constexpr int kFewDecodeRows = 8;        // so many are the columns of a product instead (DecodeWarp)
 constexpr int kMostWindow = 256;         // keys that a warp looks through at once: 8 bytes of a mask per lane
 constexpr int kLaneKeys = 8;             // of those, a lane's
 constexpr int kShareUnit = 64;           // a split has a multiple of this many keys
 constexpr int kMostSplitKeys = 1 << 16;  // a listed key is 16 bits, counted from the first of its split
 
 // Keys of each split of `existing` keys; the last ones get what is left.
-constexpr std::int32_t decode_split_keys(std::int32_t existing, std::int32_t splits) {
-  return ((existing - 1) / splits / kShareUnit + 1) * kShareUnit;
+constexpr std::int32_t decode_split_keys(std::int32_t existing, const Divisor& splits) {
+  if (existing == 0) return kShareUnit;
+  return (static_cast<std::int32_t>(splits.quotient(static_cast<std::uint32_t>(existing - 1))) / kShareUnit + 1) *
+         kShareUnit;
 }
 
 constexpr int decode_warps(int bucket) { return bucket <= 128 ? 4 : 2; }
+constexpr bool has_few_decode_rows(std::int64_t rows, std::int64_t group) { return rows * group <= kFewDecodeRows; }
+// Blocks that run at the same time on a multiprocessor of sm_90.
+constexpr int decode_blocks(bool few_rows) { return few_rows ? 4 : 3; }
 
-// Every warp has its own tiles in shared memory, two of keys and two of values, and never waits for another. A block
-// takes at most 75 KiB, so that three fit a processor of sm_90 and one fits the smallest (sm_86, sm_89, sm_120).
-template <int kHeadDimBucket>
+// Every warp has its own tiles in shared memory, two of keys and two of values, and never waits for another. With few
+// rows, one of values: a step is short then, and a fourth block on each multiprocessor of sm_90 is worth more. A block
+// takes at most 75 KiB, so that one fits the smallest processor (sm_86, sm_89, sm_120).
+template <int kHeadDimBucket, bool kFewRows>
 struct DecodeConfig {
   static constexpr int kHeadDim = kHeadDimBucket;
   static constexpr int kWarps = decode_warps(kHeadDim);
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRows = kFewRows ? kFewDecodeRows : kDecodeRows;
   static constexpr int kTileKeys = kHeadDim <= 64 ? 32 : 16;
-  static constexpr int kStages = 2;
-  static constexpr int kBlocksPerProcessor = 3;
+  static constexpr int kKeyStages = 2, kValueStages = kFewRows ? 1 : 2;
+  static constexpr int kBlocksPerProcessor = decode_blocks(kFewRows);
 
   // Shared memory: tiles of each warp (later its sums), queries, lists of each warp (later what is known of its rows).
   static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
-  static constexpr std::size_t kTilesBytes = kWarps * 2 * kStages * kTileBytes;
-  static constexpr std::size_t kQueryBytes = std::size_t{kDecodeRows} * kHeadDim * 2;
+  static constexpr std::size_t kTilesBytes = kWarps * (kKeyStages + kValueStages) * kTileBytes;
+  static constexpr std::size_t kQueryBytes = std::size_t{kRows} * kHeadDim * 2;
   static constexpr int kListKeys = kMostWindow + kTileKeys;
   static constexpr std::size_t kSharedBytes = kTilesBytes + kQueryBytes + kWarps * kListKeys * sizeof(std::uint32_t);
 
   // A row of sums has a gap behind it, so that rows start in different banks.
   static constexpr int kSumsPitch = kHeadDim + 8;
-  static_assert(kWarps * kDecodeRows * kSumsPitch * sizeof(float) <= kTilesBytes);
+  static_assert(kWarps * kRows * kSumsPitch * sizeof(float) <= kTilesBytes);
 };
 
 struct DecodeParams : ForwardParams {
@@ -53,8 +62,9 @@ struct DecodeParams : ForwardParams {
   // `uniform`, and nothing hides keys but their number and a mask whose bytes for neighbouring keys are neighbours,
   // too, so that a lane reads several keys' bytes at once.
   bool by_bytes = false;
-  std::int32_t row_tiles = 1;         // blocks that divide the rows of a key head
-  std::int32_t splits = 1;            // blocks that divide the keys
+  std::int32_t row_tiles = 1;                               // blocks that divide the rows of a key head
+  std::int32_t splits = 1;                                  // blocks that divide the keys
+  Divisor by_row_tiles, by_key_heads, by_splits, by_group;  // of these and of key_heads and group
   std::int32_t window = kMostWindow;  // keys a warp looks through at once, a multiple of kLaneKeys
   // Lists of keys per row (key_union.cuh); not defined: none.
   IndexViews indices;

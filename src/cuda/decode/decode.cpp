@@ -25,18 +25,25 @@ constexpr std::int64_t kMostDistinctEntries = 4;
 constexpr std::int64_t kLeastSplitKeys = 256;
 // Entries that a block's rows list together: it reads all of them, most of them for other blocks' sake.
 constexpr std::int64_t kMostListEntries = 1 << 16;
-// How long a multiprocessor takes, in times that a key takes it where it is busy (18 ns on an H200: 8 key heads of 4
-// query heads, D 128, bf16). Fitted there to 74 times of 2048 of 65536 keys, by mask and by list, batch 1 to 32 and 1
-// to 49 splits: all are within a fifth, by mask up to 25 splits within 8 %. Blocks that run at the same time begin and
-// end together, so that each round of them has a part in which nothing is fetched: longer where a mask or intervals say
-// what to fetch (in keys that are looked at), or where the entries of lists are waited for. One block alone, or two, do
-// not keep memory busy where keys have to be found; where all are read, one does, and others are in its way a little
-// (batch 1 to 32, 65536 keys: what this chooses is within 1 % of the fastest number measured).
-constexpr std::int64_t kDenseRoundCost = 400, kMaskedRoundCost = 2048, kListsRoundCost = 256, kEntriesPerKey = 16;
-constexpr std::int64_t kCombineCost = 220;       // of parts, if there are several splits
-constexpr std::int64_t kBlocksPerProcessor = 3;  // of DecodeConfig
-// For so many blocks at the same time.
-constexpr std::int64_t kPercentOfKeys[] = {0, 175, 2 * 109, 300}, kPercentOfAllKeys[] = {0, 100, 2 * 102, 3 * 103};
+// How long a multiprocessor takes for its blocks' keys, in units of some nanoseconds that are left out, as only ratios
+// count. Blocks that run at the same time begin and end together, so that each round of them has a part in which
+// nothing is fetched: longer where a mask or intervals say what to fetch, or where the entries of lists are waited for.
+// One block alone, or two, do not keep memory busy where keys have to be found; where all are read, one does.
+struct SplitCosts {
+  std::int64_t percents[5];  // of a key's time, with so many blocks at the same time
+  std::int64_t round, combine, split;
+};
+// Fitted on an H200 (8 key heads of 4 query heads, D 128, bf16).
+// 3 blocks a multiprocessor, batch 1 to 32, 1 to 49 splits, 65536 keys, all or 2048 kept: within a fifth.
+constexpr SplitCosts kAllKeysCosts = {{0, 100, 2 * 102, 3 * 103}, 400, 220, 0};
+constexpr SplitCosts kMaskedCosts = {{0, 175, 2 * 109, 300}, 2048, 220, 0};
+constexpr SplitCosts kListedCosts = {{0, 175, 2 * 109, 300}, 256, 220, 0};
+// With few rows 4 blocks, batch 1 to 32, 1 to 64 splits, 1024 to 65536 keys, all, or 1/128 to 1/4 of them kept. What
+// these choose takes 0.1, 0.7 and 1.0 % longer on average than the best number of splits, and 1, 6 and 10 % at most.
+constexpr SplitCosts kAllKeysFewRowsCosts = {{0, 85, 169, 311, 400}, 230, 246, 0};
+constexpr SplitCosts kMaskedFewRowsCosts = {{0, 119, 211, 313, 400}, 3192, 1812, 47};
+constexpr SplitCosts kListedFewRowsCosts = {{0, 138, 208, 301, 400}, 165, 113, 6};
+constexpr std::int64_t kEntriesPerKey = 16;    // that are read in the time of a key
 constexpr std::int64_t kLeastListedKeys = 64;  // a split has a tile for each warp
 constexpr std::int64_t kMostRounds = 4;        // of blocks on all multiprocessors
 
@@ -67,30 +74,32 @@ struct SplitRule {
 
 // The number of splits for which multiprocessors are done first, by the above.
 std::int32_t split_count(const SplitRule& rule, int processors) {
-  std::int64_t keys = rule.keys, round_cost = rule.is_masked ? kMaskedRoundCost : kDenseRoundCost;
-  const auto& percents = rule.is_masked || rule.indices.defined() ? kPercentOfKeys : kPercentOfAllKeys;
+  const bool few_rows = has_few_decode_rows(rule.rows, rule.group);
+  SplitCosts costs = few_rows ? kAllKeysFewRowsCosts : kAllKeysCosts;
+  if (rule.is_masked) costs = few_rows ? kMaskedFewRowsCosts : kMaskedCosts;
+  std::int64_t keys = rule.keys;
   std::int64_t least = std::max<std::int64_t>(divide_up(keys, kMostSplitKeys - kShareUnit), 1);
   std::int64_t least_keys = kLeastSplitKeys;
   if (rule.indices.defined()) {
     const std::int64_t entries = list_entries(rule.indices, rule.rows, rule.group);
     const std::int64_t most_entries = divide_up(keys, rule.indices.block_size);
     keys = std::min(std::min(entries, most_entries) * rule.indices.block_size, keys);
-    round_cost = kListsRoundCost + entries / kEntriesPerKey;
+    costs = few_rows ? kListedFewRowsCosts : kListedCosts;
+    costs.round += entries / kEntriesPerKey;
     least = 1;  // a split of listed keys may be of any length
     least_keys = kLeastListedKeys;
   }
   const std::int64_t row_tiles = divide_up(rule.rows * rule.group, kDecodeRows);
   const std::int64_t blocks = std::max<std::int64_t>(rule.batch * rule.key_heads * row_tiles, 1);
-  const std::int64_t all = std::max(processors, 1), slots = kBlocksPerProcessor * all;
+  const std::int64_t all = std::max(processors, 1), at_once = decode_blocks(few_rows), slots = at_once * all;
   const std::int64_t most = std::max(std::min(keys / least_keys, divide_up(kMostRounds * slots, blocks)), least);
   std::int64_t best = least, best_cost = 0;
   for (std::int64_t splits = least; splits <= most; ++splits) {
     const std::int64_t of_processor = divide_up(blocks * splits, all);
-    const std::int64_t full_rounds = of_processor / kBlocksPerProcessor, rest = of_processor % kBlocksPerProcessor;
-    const std::int64_t percent = full_rounds * percents[kBlocksPerProcessor] + percents[rest];
-    const std::int64_t cost = divide_up(keys, splits) * percent / 100 +
-                              divide_up(of_processor, kBlocksPerProcessor) * round_cost +
-                              (splits > 1 ? kCombineCost : 0);
+    const std::int64_t percent =
+        of_processor / at_once * costs.percents[at_once] + costs.percents[of_processor % at_once];
+    const std::int64_t cost = divide_up(keys, splits) * percent / 100 + divide_up(of_processor, at_once) * costs.round +
+                              (splits > 1 ? costs.combine + splits * costs.split : 0);
     if (splits == least || cost < best_cost) best = splits, best_cost = cost;
   }
   return static_cast<std::int32_t>(best);
@@ -149,12 +158,17 @@ DecodeParams decode_params(const ForwardParams& params, const IndexViews& indice
       decode.uniform && !visibility.begin.defined() && (!params.mask.defined() || params.mask.key_stride == 1);
   decode.row_tiles = static_cast<std::int32_t>(divide_up(std::int64_t{params.rows} * params.group, kDecodeRows));
   decode.splits = splits;
+  // Of an empty problem some are 0, and nothing is divided.
+  decode.by_row_tiles = Divisor(std::max(decode.row_tiles, 1));
+  decode.by_key_heads = Divisor(std::max(params.key_heads, 1));
+  decode.by_splits = Divisor(splits);
+  decode.by_group = Divisor(std::max(params.group, 1));
   const int bucket = bucket_of(wider_head_dim(params));
   // Windows of equal size, so that warps get equal shares. Lanes take kLaneKeys neighbours each, or one key of
   // every 32.
   const std::int64_t unit = decode.by_bytes ? kLaneKeys : 32;
   const std::int64_t warp_keys =
-      std::max<std::int64_t>(divide_up(decode_split_keys(params.keys, splits), decode_warps(bucket)), 1);
+      std::max<std::int64_t>(divide_up(decode_split_keys(params.keys, decode.by_splits), decode_warps(bucket)), 1);
   const std::int64_t window = divide_up(warp_keys, divide_up(warp_keys, kMostWindow));
   decode.window = static_cast<std::int32_t>(divide_up(window, unit) * unit);
   if (splits > 1) {

@@ -2,9 +2,9 @@
 //
 // All heads of a group and all query rows are the rows of one product, so that keys and values are read once. A block
 // owns a part of the keys (a split) and each of its warps a share of that: it lists the keys that some row sees,
-// gathers them by cp.async into tiles of its own, two ahead, and keeps sums of its own. The warps' sums are put
-// together at the end, those of the splits by a second kernel. Where rows have lists of keys, splits are striped over
-// all keys, and what precedes the tiles is a kernel of its own (decode_lists_kernel).
+// gathers them by cp.async into tiles of its own, ahead of their use, and keeps sums of its own. The warps' sums are
+// put together at the end, those of the splits by a second kernel. Where rows have lists of keys, splits are striped
+// over all keys, and what precedes the tiles is a kernel of its own (decode_lists_kernel).
 #pragma once
 
 #include "cuda/attention/fragments.cuh"
@@ -19,17 +19,23 @@
 #include "cuda/launch_blocks.cuh"
 #include "cuda/plan/entry_offset.cuh"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/dynamic_shared.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim>
+// kFewRows: the block has at most 8 rows, which are then columns of the tensor core's products, and keys their rows:
+// S^T = K Q^T, O^T = V^T P^T. That takes half as many products and exponentials as 16 rows do. Fragments of scores and
+// sums are kept as if they had been transposed back, so that row i of a thread means the same in both cases.
+template <typename Element, int kHeadDim, bool kFewRows>
 struct DecodeWarp {
-  using Config = DecodeConfig<kHeadDim>;
+  using Config = DecodeConfig<kHeadDim, kFewRows>;
   using Tile = SharedTile<kHeadDim>;
+  static constexpr RowLanes kRowLanes = kFewRows ? RowLanes::kEveryFourth : RowLanes::kNeighbours;
   static constexpr int kTileKeys = Config::kTileKeys;
-  static constexpr int kNTiles = kTileKeys / 8;  // columns of a score fragment
-  static constexpr int kDimNTiles = kHeadDim / 8;
+  static constexpr int kTileColumns = kFewRows ? 16 : 8;  // keys, or columns of values, of an element of a fragment
+  static constexpr int kNTiles = kTileKeys / kTileColumns;
+  static constexpr int kDimNTiles = kHeadDim / kTileColumns;
   static constexpr int kDepths = kHeadDim / 16;
   // A warp's 32 lanes divide the rows of a tile like this: a few neighbours (128 bytes at a time) take a row.
   static constexpr int kLanesPerRow = Tile::kPieces % 8 == 0 ? 8 : 4;
@@ -39,8 +45,9 @@ struct DecodeWarp {
   const DecodeBlock& block;
   int lane;
   const std::uint16_t *key_base, *value_base;  // where block.begin, from which distances of keys count, lies
-  std::uint32_t tiles;                         // the warp's shared memory: keys, values, keys, values
+  std::uint32_t tiles;                         // the warp's shared memory: those of keys, then of values
   Tile query_tile;
+  std::uint32_t queries[kFewRows ? kDepths : 1][2];  // those of few rows, as an operand of products
   float scores[1][kNTiles][4];
   float accumulators[1][kDimNTiles][4];
   float row_max[2], row_sum[2];
@@ -63,17 +70,18 @@ struct DecodeWarp {
     row_sum[0] = row_sum[1] = 0;
   }
 
-  __device__ Tile key_tile(int stage) const { return {tiles + stage * 2 * static_cast<int>(Config::kTileBytes)}; }
-  __device__ Tile value_tile(int stage) const {
-    return {tiles + (stage * 2 + 1) * static_cast<int>(Config::kTileBytes)};
+  __device__ Tile key_tile(int stage) const { return {tiles + stage * static_cast<int>(Config::kTileBytes)}; }
+  __device__ Tile value_tile(int stage) const { return key_tile(Config::kKeyStages + stage % Config::kValueStages); }
+  // The row i (0 or 1) of the block of which the lane holds scores, and column `pair` (0 or 1) of its column tile n.
+  __device__ int row_of(int i) const { return kFewRows ? 2 * (lane % 4) + i : lane / 4 + 8 * i; }
+  __device__ bool is_first_of_row() const { return (kFewRows ? lane / 4 : lane % 4) == 0; }
+  __device__ int column_of(int n, int pair) const {
+    return kTileColumns * n + (kFewRows ? lane / 4 + 8 * pair : 2 * (lane % 4) + pair);
   }
-  // The row i (0 or 1) of the block of which the lane holds scores, and the first of its two columns of column tile n.
-  __device__ int row_of(int i) const { return lane / 4 + 8 * i; }
-  __device__ int column_of(int n) const { return n * 8 + 2 * (lane % 4); }
 
   // All threads of the block together; the first group of copies.
   __device__ void load_queries() {
-    for (int index = static_cast<int>(threadIdx.x); index < kDecodeRows * Tile::kPieces; index += Config::kThreads) {
+    for (int index = static_cast<int>(threadIdx.x); index < Config::kRows * Tile::kPieces; index += Config::kThreads) {
       const int m = index / Tile::kPieces, piece = index % Tile::kPieces;
       const bool exists = m < block.count;
       const auto* source =
@@ -86,6 +94,27 @@ struct DecodeWarp {
       }
     }
     commit_copies();
+  }
+
+  // Of few rows, once they are there.
+  __device__ void read_queries() {
+    if constexpr (kFewRows) {
+#pragma unroll
+      for (int depth = 0; depth < kDepths; depth += 2) {
+        std::uint32_t both[4];
+        load_matrices(both, query_tile.piece(lane % 8, 2 * depth + lane / 8));
+        queries[depth][0] = both[0], queries[depth][1] = both[1];
+        queries[depth + 1][0] = both[2], queries[depth + 1][1] = both[3];
+      }
+    }
+  }
+
+  // sum += a b, where the product's columns are the rows of `sum`
+  __device__ static void multiply_columns(float (&sum)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                          std::uint32_t b1) {
+    float product[4] = {sum[0], sum[2], sum[1], sum[3]};
+    multiply<Element>(product, a, b0, b1);
+    sum[0] = product[0], sum[2] = product[1], sum[1] = product[2], sum[3] = product[3];
   }
 
   __device__ void load_query_fragment(std::uint32_t (&fragment)[4], int depth) const {
@@ -135,17 +164,29 @@ struct DecodeWarp {
   // scores = queries keys^T
   __device__ void multiply_keys(Tile keys) {
     clear(scores);
-    const std::uint32_t key_lane = keys.lane_address(column_major_lane_row(lane), column_major_lane_half(lane));
+    if constexpr (kFewRows) {
+      const std::uint32_t key_lane = keys.lane_address(row_major_lane_row(lane), row_major_lane_half(lane));
 #pragma unroll
-    for (int depth = 0; depth < kDepths; ++depth) {
-      std::uint32_t a[4];
-      load_query_fragment(a, depth);
+      for (int depth = 0; depth < kDepths; ++depth)
 #pragma unroll
-      for (int pair = 0; pair < kNTiles / 2; ++pair) {
-        std::uint32_t b[4];
-        load_matrices(b, Tile::column_block(key_lane, depth) + pair * 16 * Tile::kRowBytes);
-        multiply<Element>(scores[0][2 * pair], a, b[0], b[1]);
-        multiply<Element>(scores[0][2 * pair + 1], a, b[2], b[3]);
+        for (int n = 0; n < kNTiles; ++n) {
+          std::uint32_t a[4];
+          load_matrices(a, Tile::column_block(key_lane, depth) + n * 16 * Tile::kRowBytes);
+          multiply_columns(scores[0][n], a, queries[depth][0], queries[depth][1]);
+        }
+    } else {
+      const std::uint32_t key_lane = keys.lane_address(column_major_lane_row(lane), column_major_lane_half(lane));
+#pragma unroll
+      for (int depth = 0; depth < kDepths; ++depth) {
+        std::uint32_t a[4];
+        load_query_fragment(a, depth);
+#pragma unroll
+        for (int pair = 0; pair < kNTiles / 2; ++pair) {
+          std::uint32_t b[4];
+          load_matrices(b, Tile::column_block(key_lane, depth) + pair * 16 * Tile::kRowBytes);
+          multiply<Element>(scores[0][2 * pair], a, b[0], b[1]);
+          multiply<Element>(scores[0][2 * pair + 1], a, b[2], b[3]);
+        }
       }
     }
   }
@@ -163,7 +204,7 @@ struct DecodeWarp {
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const std::int32_t distance = max(__shfl_sync(~0u, distances, column_of(n) + pair), 0);
+          const std::int32_t distance = max(__shfl_sync(~0u, distances, column_of(n, pair)), 0);
           biases[n][2 * i + pair] = load_bias<Element>(bias, offset + distance * bias.key_stride);
         }
     }
@@ -191,9 +232,9 @@ struct DecodeWarp {
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const std::uint32_t seen = __shfl_sync(~0u, keys, column_of(n) + pair) >> (16 + lane / 4);
+        const std::uint32_t seen = __shfl_sync(~0u, keys, column_of(n, pair)) >> (16 + row_of(0));
         for_each_in_column(scores, n, pair, [&](int i, float& score) {
-          if ((seen >> (8 * i) & 1) == 0) score = -INFINITY;
+          if ((seen >> (row_of(i) - row_of(0)) & 1) == 0) score = -INFINITY;
         });
       }
   }
@@ -204,25 +245,47 @@ struct DecodeWarp {
     bool huge = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      highest[i] = row_maximum(scores, i, row_max[i]);
+      highest[i] = row_maximum<kRowLanes>(scores, i, row_max[i]);
       huge |= is_huge(reference_of(highest[i], multiplier));
     }
     if (is_safe || __any_sync(~0u, huge)) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (!is_safe) true_max[i] = row_max[i];
-        shift_huge_row(params.score, i, true_max[i], scores, row_max, row_sum, accumulators);
-        highest[i] = row_maximum(scores, i, row_max[i]);
+        shift_huge_row<kRowLanes>(params.score, i, true_max[i], scores, row_max, row_sum, accumulators);
+        highest[i] = row_maximum<kRowLanes>(scores, i, row_max[i]);
       }
       is_safe = true;
     }
     update_softmax(multiplier, scores, row_max, row_sum, accumulators, [&](int i) { return highest[i]; });
   }
 
-  // Every step commits one group of copies of keys and one of values, empty or not: at most three younger ones are
-  // under way when a group is waited for.
+  // sums += probabilities values
+  __device__ void add_values(Tile values) {
+    if constexpr (kFewRows) {
+      const std::uint32_t value_lane = values.lane_address(column_major_lane_row(lane), column_major_lane_half(lane));
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        const float(&keys)[4] = scores[0][n];
+        const std::uint32_t b0 = transposed_matrix(pack<Element>(keys[0], keys[2])),
+                            b1 = transposed_matrix(pack<Element>(keys[1], keys[3]));
+#pragma unroll
+        for (int m = 0; m < kDimNTiles; ++m) {
+          std::uint32_t a[4];
+          load_matrices_transposed(a, Tile::column_block(value_lane, m) + n * 16 * Tile::kRowBytes);
+          multiply_columns(accumulators[0][m], a, b0, b1);
+        }
+      }
+    } else {
+      gemm_from_registers<Element>(accumulators, scores, values, 0);
+    }
+  }
+
+  // Keys of a tile are asked for two steps before it, its values as many as there are places for. Every step commits
+  // one group of copies of each, empty or not, which says how many younger ones there are when one is waited for.
   template <typename List>
   __device__ void run(List& list) {
+    constexpr bool kTwoOfValues = Config::kValueStages == 2;
     const auto load_keys = [&](int stage, ListedKey keys) {
       const bool any = __shfl_sync(~0u, keys, 0) != 0;
       if (any) load_tile(key_tile(stage), key_base, params.key, params.head_dim, list.distance_of(keys));
@@ -238,15 +301,16 @@ struct DecodeWarp {
     load_values(0, now);
     ListedKey next = list.next_tile();
     load_keys(1, next);
-    load_values(1, next);
-    wait_copies<4>();
+    if (kTwoOfValues) load_values(1, next);
+    wait_copies<kTwoOfValues ? 4 : 3>();
     __syncthreads();  // the queries are there
+    read_queries();
     float biases[kNTiles][4];
     if (__shfl_sync(~0u, now, 0) != 0) load_biases(biases, list.distance_of(now));
 #pragma unroll 1
     for (int stage = 0; __shfl_sync(~0u, now, 0) != 0; stage ^= 1) {
       const ListedKey ahead = list.next_tile();
-      wait_copies<3>();
+      wait_copies<kTwoOfValues ? 3 : 2>();
       __syncwarp();
       multiply_keys(key_tile(stage));
       if (params.score.transforms) {
@@ -255,13 +319,14 @@ struct DecodeWarp {
       }
       hide_unseen(now);
       __syncwarp();
-      load_keys(stage, ahead);
+      if (kTwoOfValues) load_keys(stage, ahead);
       softmax();
-      wait_copies<3>();
+      wait_copies<kTwoOfValues ? 3 : 1>();
       __syncwarp();
-      gemm_from_registers<Element>(accumulators, scores, value_tile(stage), 0);
+      add_values(value_tile(stage));
       __syncwarp();
-      load_values(stage, ahead);
+      load_values(stage, kTwoOfValues ? ahead : next);
+      if (!kTwoOfValues) load_keys(stage, ahead);
       now = next;
       next = ahead;
     }
@@ -270,48 +335,54 @@ struct DecodeWarp {
 };
 
 // Adds up what the block's warps have and leaves it for the combine kernel, or stores the result if there is one split.
-template <typename Element, int kHeadDim>
-__device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned char* shared, float2* facts) {
-  using Config = DecodeConfig<kHeadDim>;
+template <typename Element, int kHeadDim, bool kFewRows>
+__device__ inline void merge_warps(DecodeWarp<Element, kHeadDim, kFewRows>& own, unsigned char* shared, float2* facts) {
+  using Config = DecodeConfig<kHeadDim, kFewRows>;
+  using Warp = DecodeWarp<Element, kHeadDim, kFewRows>;
   const DecodeParams& params = own.params;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   float highest[2], factor[2];
   __syncthreads();  // lists and tiles are free now
+  // Not before, as the next kernel's blocks would keep places from this one's.
+  let_next_kernel_begin();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float sum = own.row_sum[i];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float sum = over_row<Warp::kRowLanes>(own.row_sum[i], [](float a, float b) { return a + b; });
     highest[i] = own.is_safe ? own.true_max[i] : own.row_max[i];
     factor[i] = unrounded(params.score, highest[i]);
-    if (own.lane % 4 == 0) facts[warp * kDecodeRows + own.row_of(i)] = make_float2(highest[i], sum * factor[i]);
+    if (own.is_first_of_row()) facts[warp * Config::kRows + own.row_of(i)] = make_float2(highest[i], sum * factor[i]);
   }
   __syncthreads();
   float* all_sums = reinterpret_cast<float*>(shared);
   const auto total_highest = [&](int m) {
     float total = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < Config::kWarps; ++w) total = fmaxf(total, facts[w * kDecodeRows + m].x);
+    for (int w = 0; w < Config::kWarps; ++w) total = fmaxf(total, facts[w * Config::kRows + m].x);
     return total;
   };
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float weight = factor[i] * weight_of(params.score, highest[i], total_highest(own.row_of(i)));
-    float* row_sums = all_sums + (warp * kDecodeRows + own.row_of(i)) * Config::kSumsPitch;
+    float* row_sums = all_sums + (warp * Config::kRows + own.row_of(i)) * Config::kSumsPitch;
     if (own.row_of(i) >= own.block.count) continue;  // nobody asks for it
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+    for (int n = 0; n < Warp::kDimNTiles; ++n) {
       const float* pair = &own.accumulators[0][n][2 * i];
-      *reinterpret_cast<float2*>(row_sums + own.column_of(n)) = make_float2(pair[0] * weight, pair[1] * weight);
+      if constexpr (kFewRows) {
+        row_sums[own.column_of(n, 0)] = pair[0] * weight;
+        row_sums[own.column_of(n, 1)] = pair[1] * weight;
+      } else {
+        *reinterpret_cast<float2*>(row_sums + own.column_of(n, 0)) = make_float2(pair[0] * weight, pair[1] * weight);
+      }
     }
   }
-  float2* totals = facts + Config::kWarps * kDecodeRows;
-  float* inverses = reinterpret_cast<float*>(totals + kDecodeRows);
-  if (thread < kDecodeRows) {
+  float2* totals = facts + Config::kWarps * Config::kRows;
+  float* inverses = reinterpret_cast<float*>(totals + Config::kRows);
+  if (thread < Config::kRows) {
     float2 total = make_float2(total_highest(thread), 0);
 #pragma unroll
     for (int w = 0; w < Config::kWarps; ++w) {
-      const float2 part = facts[w * kDecodeRows + thread];
+      const float2 part = facts[w * Config::kRows + thread];
       total.y += part.y * weight_of(params.score, part.x, total.x);
     }
     totals[thread] = total;
@@ -324,7 +395,7 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
     const int row = own.block.row(m), head = own.block.head(m);
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < Config::kWarps; ++w) sum += all_sums[(w * kDecodeRows + m) * Config::kSumsPitch + column];
+    for (int w = 0; w < Config::kWarps; ++w) sum += all_sums[(w * Config::kRows + m) * Config::kSumsPitch + column];
     const std::int64_t result = (static_cast<std::int64_t>(own.block.batch) * params.heads + head) * params.rows + row;
     if (params.splits == 1) {
       store_result<Element>(params, own.block.batch, head, row, column, sum * inverses[m]);
@@ -339,43 +410,49 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim>& own, unsigned 
 // By all threads; leaves a barrier behind. `has_lists`: the split's keys lie anywhere.
 __device__ inline void describe_block(const DecodeParams& params, bool has_lists, DecodeBlock& block) {
   unsigned index = blockIdx.x;
-  const auto take = [&](std::int32_t count) {
-    const auto coordinate = static_cast<std::int32_t>(index % static_cast<unsigned>(count));
-    index /= static_cast<unsigned>(count);
+  const auto take = [&](const Divisor& count) {
+    const std::uint32_t quotient = count.quotient(index);
+    const auto coordinate = static_cast<std::int32_t>(index - quotient * count.value());
+    index = quotient;
     return coordinate;
   };
   // Blocks that run at the same time read the same part of all heads, which lie side by side.
-  const std::int32_t first = take(params.row_tiles) * kDecodeRows;
-  const std::int32_t key_head = take(params.key_heads), split = take(params.splits);
+  const std::int32_t first = take(params.by_row_tiles) * kDecodeRows;
+  const std::int32_t key_head = take(params.by_key_heads), split = take(params.by_splits);
   const auto batch = static_cast<std::int32_t>(index);
-  if (const int m = static_cast<int>(threadIdx.x); m < kDecodeRows) {
-    const unsigned pair = static_cast<unsigned>(first + m), group = static_cast<unsigned>(params.group);
-    const auto row = static_cast<std::int32_t>(pair / group);
-    block.rows[m] = row;
-    block.heads[m] = key_head * params.group + static_cast<std::int32_t>(pair) - row * params.group;
+  // Each part by threads of its own, as all wait for the slowest.
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < kDecodeRows) {
+    const std::uint32_t pair = static_cast<std::uint32_t>(first + thread), row = params.by_group.quotient(pair);
+    block.rows[thread] = static_cast<std::int32_t>(row);
+    block.heads[thread] = key_head * params.group + static_cast<std::int32_t>(pair - row * params.by_group.value());
   }
-  if (threadIdx.x == 0) {
+  if (thread == kDecodeRows) {
+    // Heads of a group read the same entry, where there is a mask by bytes: that of their key head, or of all heads.
+    const BroadcastView& mask = params.mask;
+    const std::int64_t entry = mask.head_divisor <= params.group ? key_head : 0;
+    block.mask = params.by_bytes && mask.defined() ? static_cast<const std::uint8_t*>(mask.data) +
+                                                         batch * mask.batch_stride + entry * mask.head_stride
+                                                   : nullptr;
+  }
+  if (thread == 32) {
     block.batch = batch, block.key_head = key_head, block.split = split, block.first = first;
     block.count = min(params.rows * params.group - first, kDecodeRows);
     block.existing = key_count(params.visibility, batch);
     // Equal shares of the keys that exist.
-    const int share = has_lists ? block.existing : decode_split_keys(block.existing, params.splits);
+    const std::int32_t share = has_lists ? block.existing : decode_split_keys(block.existing, params.by_splits);
     const std::int64_t begin = has_lists ? 0 : std::int64_t{share} * split;
     block.begin = static_cast<std::int32_t>(min(begin, std::int64_t{block.existing}));
     block.end = block.begin + min(share, block.existing - block.begin);
-    block.mask = nullptr;
-    if (params.mask.defined()) {
-      block.mask =
-          static_cast<const std::uint8_t*>(params.mask.data) + entry_offset(params.mask, batch, block.heads[0]);
-    }
   }
   __syncthreads();
 }
 
-template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig<kHeadDim>::kBlocksPerProcessor)
+template <typename Element, int kHeadDim, bool kFewRows>
+__global__ void __launch_bounds__(DecodeConfig<kHeadDim, kFewRows>::kThreads,
+                                  DecodeConfig<kHeadDim, kFewRows>::kBlocksPerProcessor)
     decode_kernel(const __grid_constant__ DecodeParams params) {
-  using Config = DecodeConfig<kHeadDim>;
+  using Config = DecodeConfig<kHeadDim, kFewRows>;
   using List = KeyList<Config::kTileKeys, Config::kWarps>;
   auto* shared = dynamic_shared<unsigned char>();
   __shared__ DecodeBlock block;
@@ -384,7 +461,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig
   // Made first, since it starts to read the mask.
   typename List::MaskBytes first_bytes;
   List list(params, block, lists + threadIdx.x / 32 * Config::kListKeys, first_bytes);
-  DecodeWarp<Element, kHeadDim> own(params, block, shared);
+  DecodeWarp<Element, kHeadDim, kFewRows> own(params, block, shared);
   own.load_queries();
   list.start(first_bytes);
   own.run(list);
@@ -392,18 +469,19 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig
 }
 
 // The same for rows with lists of keys. What finds the keys has the tiles' memory meanwhile.
-template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig<kHeadDim>::kBlocksPerProcessor)
+template <typename Element, int kHeadDim, bool kFewRows>
+__global__ void __launch_bounds__(DecodeConfig<kHeadDim, kFewRows>::kThreads,
+                                  DecodeConfig<kHeadDim, kFewRows>::kBlocksPerProcessor)
     decode_lists_kernel(const __grid_constant__ DecodeParams params) {
-  using Config = DecodeConfig<kHeadDim>;
-  using Union = KeyUnion<kHeadDim>;
+  using Config = DecodeConfig<kHeadDim, kFewRows>;
+  using Union = KeyUnion<Config>;
   auto* shared = dynamic_shared<unsigned char>();
   __shared__ DecodeBlock block;
   __shared__ typename Union::State state;
   describe_block(params, true, block);
   auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
   Union keys(params, block, state, shared, lists);
-  DecodeWarp<Element, kHeadDim> own(params, block, shared);
+  DecodeWarp<Element, kHeadDim, kFewRows> own(params, block, shared);
   // While the first entries are on their way.
   const auto load_queries = [&] { own.load_queries(); };
   while (keys.find_next(load_queries)) {
@@ -414,15 +492,23 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, DecodeConfig
   merge_warps(own, shared, reinterpret_cast<float2*>(lists));
 }
 
+template <typename Element, int kHeadDim, bool kFewRows>
+cudaError_t launch_splits(const DecodeParams& params, cudaStream_t stream) {
+  using Config = DecodeConfig<kHeadDim, kFewRows>;
+  const std::int64_t blocks = std::int64_t{params.batch} * params.key_heads * params.row_tiles * params.splits;
+  auto* kernel = params.indices.defined() ? decode_lists_kernel<Element, kHeadDim, kFewRows>
+                                          : decode_kernel<Element, kHeadDim, kFewRows>;
+  return launch_blocks(kernel, {blocks, Config::kThreads, Config::kSharedBytes}, stream, params);
+}
+
 template <typename Element, int kHeadDim>
 cudaError_t launch_decode_kernels(const DecodeParams& params, cudaStream_t stream) {
-  using Config = DecodeConfig<kHeadDim>;
-  const std::int64_t blocks = std::int64_t{params.batch} * params.key_heads * params.row_tiles * params.splits;
+  const bool few_rows = has_few_decode_rows(params.rows, params.group);
+  const cudaError_t error = few_rows ? launch_splits<Element, kHeadDim, true>(params, stream)
+                                     : launch_splits<Element, kHeadDim, false>(params, stream);
   const std::int64_t results = std::int64_t{params.batch} * params.heads * params.rows;
-  auto* kernel = params.indices.defined() ? decode_lists_kernel<Element, kHeadDim> : decode_kernel<Element, kHeadDim>;
-  const cudaError_t error = launch_blocks(kernel, {blocks, Config::kThreads, Config::kSharedBytes}, stream, params);
   if (error != cudaSuccess || params.splits == 1) return error;
-  return launch_blocks(combine_kernel<Element, kHeadDim>, {results, 32 * kCombineWarps}, stream, params);
+  return launch_blocks(combine_kernel<Element, kHeadDim>, {results, 32 * kCombineWarps, 0, few_rows}, stream, params);
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -50,9 +50,8 @@ class FoundKeys {
   int left_;
 };
 
-template <int kHeadDim>
+template <typename Config>
 class KeyUnion {
-  using Config = DecodeConfig<kHeadDim>;
   static constexpr int kThreads = Config::kThreads, kWarps = Config::kWarps;
 
  public:
@@ -130,7 +129,7 @@ class KeyUnion {
   __device__ bool owns(std::int32_t key) const { return key >= 0 && key_of(stripe_of(key)) == key; }
 
   // Entries of a thread that are read at the same time, beside the accumulators of earlier rounds.
-  static constexpr int kBatch = kHeadDim <= 128 ? 16 : 8, kVisitBatch = 8;
+  static constexpr int kBatch = Config::kHeadDim <= 128 ? 16 : 8, kVisitBatch = 8;
 
   // Entries first, first + step, ... of a list (of fewer than 2^31, as decode_applies sees to); -1 past its end.
   template <int kCount>

@@ -7,31 +7,27 @@
 // too.
 #pragma once
 
-#include <bit>
 #include <cstdint>
+
+#include "cuda/decode/divisor.h"
 
 namespace flash_dmattn::internal::cuda {
 
 class Stripes {
  public:
   // Keys are less than 2^31, as are splits.
-  constexpr explicit Stripes(std::int32_t splits = 1)
-      : splits_(static_cast<std::uint32_t>(splits)), shift_(std::bit_width(splits_ - 1)) {
-    factor_ = static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + shift_)) - 1) / splits_ + 1);
-  }
+  constexpr explicit Stripes(std::int32_t splits = 1) : splits_(splits) {}
 
-  // The stripe of a key: key / splits, exact for less than 2^31 because the factor is too large by less than
-  // 2^shift / splits. Of twice the key, so that the upper half of the product is all that is asked for.
-  constexpr std::uint32_t stripe_of(std::uint32_t key) const {
-    return static_cast<std::uint32_t>(std::uint64_t{2 * key} * factor_ >> 32) >> shift_;
-  }
+  // The stripe of a key.
+  constexpr std::uint32_t stripe_of(std::uint32_t key) const { return splits_.quotient(key); }
 
   // The split's key in a stripe; in the last one there may be no such key.
   constexpr std::uint32_t key_of(std::int32_t split, std::uint32_t stripe) const {
     constexpr std::uint32_t kGoldenRatio = 0x9e3779b1;  // of 2^32
-    const auto rotation = static_cast<std::uint32_t>(std::uint64_t{stripe * kGoldenRatio} * splits_ >> 32);
+    const std::uint32_t splits = splits_.value();
+    const auto rotation = static_cast<std::uint32_t>(std::uint64_t{stripe * kGoldenRatio} * splits >> 32);
     const std::uint32_t place = static_cast<std::uint32_t>(split) + rotation;
-    return stripe * splits_ + (place < splits_ ? place : place - splits_);
+    return stripe * splits + (place < splits ? place : place - splits);
   }
 
   // How many keys less than `key` the split owns, which is also the stripe of its first key from there on.
@@ -41,9 +37,7 @@ class Stripes {
   }
 
  private:
-  std::uint32_t splits_;
-  int shift_;
-  std::uint32_t factor_;  // key / splits is key * factor >> (31 + shift)
+  Divisor splits_;
 };
 
 }  // namespace flash_dmattn::internal::cuda

@@ -31,4 +31,11 @@ __device__ inline void multiply(float (&sum)[4], const std::uint32_t (&a)[4], st
   }
 }
 
+// Of an 8x8 matrix of 16-bit elements, of which lane l holds two neighbours of row l / 4, the transposed one.
+__device__ inline std::uint32_t transposed_matrix(std::uint32_t pair) {
+  std::uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 }  // namespace flash_dmattn::internal::cuda

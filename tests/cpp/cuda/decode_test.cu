@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <string>
 
 #include "decode_testing.h"
 
@@ -33,6 +34,22 @@ TEST(Decode, NonFiniteKeysShow) {
           EXPECT_EQ(std::isnan(out), hit) << b << h << d;
         }
       }
+  }
+}
+
+// Up to 8 rows of a key head are columns of products, more are their rows; a block has at most 16. Heads of a group
+// see different keys.
+TEST(Decode, EveryNumberOfRows) {
+  constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
+  Rng rng(13);
+  for (int group = 1; group <= 18; ++group) {
+    const int head_dim = kHeadDims[group % 6];
+    Case c = plain_case(rng, group % 2 == 0 ? DType::kBFloat16 : DType::kFloat16, {1, group, 1, 1, 300}, head_dim, 0.1);
+    c.processors = group % 3 == 0 ? 1 : 132;
+    c.problem.mask = make_mask(rng, c.problem.sizes, {0, 1, 0, 1}, Layout::kContiguous, 30);
+    c.poison();
+    SCOPED_TRACE(std::to_string(group) + " rows");
+    compare(c, run(c, false));
   }
 }
 

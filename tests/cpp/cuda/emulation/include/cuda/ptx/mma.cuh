@@ -36,4 +36,14 @@ void multiply(float (&sum)[4], const std::uint32_t (&a)[4], std::uint32_t b0, st
   }
 }
 
+inline std::uint32_t transposed_matrix(std::uint32_t pair) {
+  std::uint64_t lanes[cuda_emulation::kWarpLanes];
+  std::memcpy(lanes, cuda_emulation::exchange("transposed_matrix", pair), sizeof(lanes));
+  const int row = cuda_emulation::lane() / 4, column = 2 * (cuda_emulation::lane() % 4);
+  const auto element = [&](int own_row, int own_column) {
+    return static_cast<std::uint16_t>(lanes[own_row * 4 + own_column / 2] >> (16 * (own_column % 2)));
+  };
+  return element(column, row) | std::uint32_t{element(column + 1, row)} << 16;
+}
+
 }  // namespace flash_dmattn::internal::cuda
