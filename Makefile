@@ -33,6 +33,9 @@ endif
 export PATH := $(dir $(PY)):$(PATH)
 export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
 export CMAKE_CUDA_COMPILER_LAUNCHER = $(CMAKE_CXX_COMPILER_LAUNCHER)
+# What one clone has compiled, ccache has for all others: paths below this folder count as relative ones.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 BUILD := build/$(PRESET)
