@@ -51,8 +51,9 @@ bool takes_forward(const AttentionProblem& problem, const Gpu& gpu) {
   return !is_planned(problem) || (has_whole_pieces(problem) && is_aligned(problem.key) && is_aligned(problem.value));
 }
 
-// Whether the copy engine may store the forward's output. compute-sanitizer's initcheck does not see what that writes,
-// and takes the output for uninitialised: it runs with FLASH_DMATTN_BULK_STORES=0 (tools/sanitize_gpu.sh).
+// Whether the copy engine may store results. compute-sanitizer's initcheck does not see what that writes, and takes it
+// for uninitialised: it runs with FLASH_DMATTN_BULK_STORES=0 (tools/sanitize_gpu.sh). Forwards store by element then;
+// backwards that cannot are declined.
 bool may_store_boxes() {
   static const bool may = [] {
     const char* value = std::getenv("FLASH_DMATTN_BULK_STORES");
@@ -168,6 +169,9 @@ bool rounds_shares_away(const BackwardProblem& problem) {
 
 bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
   const int bucket = bucket_of(wider_head_dim(problem));
+  const bool stores_boxes =
+      with_bucket(bucket, []<int kHeadDim>() { return sm90::BackwardConfig<kHeadDim>::kStoresBoxes; });
+  if (stores_boxes && !may_store_boxes()) return false;
   return gpu.capability == 90 && sm90::has_backward(bucket) && problem.keys > 0 && problem.softcap == 0 &&
          is_per_key(problem.bias) && is_per_key(problem.dbias) && !rounds_shares_away(problem) &&
          sm90::has_tensor_map(problem.query, problem.batch, problem.rows, problem.heads) &&

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 
 namespace flash_dmattn::internal::cuda {
@@ -87,6 +88,20 @@ TEST(KernelFamilies, HopperStoresWholePiecesOfGradients) {
 }
 
 // The wider of the two head dims decides, and rows of both have to be whole pieces of 16 bytes.
+// In a process of its own, as the variable is read once.
+TEST(KernelFamilies, HopperLeavesBackwardsThatItsCopyEngineMayNotStore) {
+  if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto ask = [] {
+    setenv("FLASH_DMATTN_BULK_STORES", "0", 1);
+    for (const int head_dim : {40, 64, 96, 128, 192, 256}) {
+      std::fprintf(stderr, "%d %s;", head_dim, hopper_backward_name(hopper_problem(head_dim)).c_str());
+    }
+    std::exit(0);
+  };
+  EXPECT_EXIT(ask(), testing::ExitedWithCode(0), "40 sm80;64 sm80;96 sm90;128 sm80;192 sm90;256 sm90;");
+}
+
 TEST(KernelFamilies, HopperTakesValuesOfAnotherHeadDim) {
   if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
   const std::int64_t pairs[][2] = {{192, 128}, {128, 192}, {64, 8}, {8, 64}, {256, 8}};
