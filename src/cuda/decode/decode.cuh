@@ -14,10 +14,10 @@
 #include "cuda/attention/warp_gemm.cuh"
 #include "cuda/decode/combine.cuh"
 #include "cuda/decode/config.h"
+#include "cuda/decode/decode_block.cuh"
 #include "cuda/decode/key_list.cuh"
 #include "cuda/decode/key_union.cuh"
 #include "cuda/launch_blocks.cuh"
-#include "cuda/plan/entry_offset.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/dynamic_shared.cuh"
@@ -405,47 +405,6 @@ __device__ inline void merge_warps(DecodeWarp<Element, kHeadDim, kFewRows>& own,
       if (column == 0) params.partial_facts[result * params.splits + own.block.split] = totals[m];
     }
   }
-}
-
-// By all threads; leaves a barrier behind. `has_lists`: the split's keys lie anywhere.
-__device__ inline void describe_block(const DecodeParams& params, bool has_lists, DecodeBlock& block) {
-  unsigned index = blockIdx.x;
-  const auto take = [&](const Divisor& count) {
-    const std::uint32_t quotient = count.quotient(index);
-    const auto coordinate = static_cast<std::int32_t>(index - quotient * count.value());
-    index = quotient;
-    return coordinate;
-  };
-  // Blocks that run at the same time read the same part of all heads, which lie side by side.
-  const std::int32_t first = take(params.by_row_tiles) * kDecodeRows;
-  const std::int32_t key_head = take(params.by_key_heads), split = take(params.by_splits);
-  const auto batch = static_cast<std::int32_t>(index);
-  // Each part by threads of its own, as all wait for the slowest.
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread < kDecodeRows) {
-    const std::uint32_t pair = static_cast<std::uint32_t>(first + thread), row = params.by_group.quotient(pair);
-    block.rows[thread] = static_cast<std::int32_t>(row);
-    block.heads[thread] = key_head * params.group + static_cast<std::int32_t>(pair - row * params.by_group.value());
-  }
-  if (thread == kDecodeRows) {
-    // Heads of a group read the same entry, where there is a mask by bytes: that of their key head, or of all heads.
-    const BroadcastView& mask = params.mask;
-    const std::int64_t entry = mask.head_divisor <= params.group ? key_head : 0;
-    block.mask = params.by_bytes && mask.defined() ? static_cast<const std::uint8_t*>(mask.data) +
-                                                         batch * mask.batch_stride + entry * mask.head_stride
-                                                   : nullptr;
-  }
-  if (thread == 32) {
-    block.batch = batch, block.key_head = key_head, block.split = split, block.first = first;
-    block.count = min(params.rows * params.group - first, kDecodeRows);
-    block.existing = key_count(params.visibility, batch);
-    // Equal shares of the keys that exist.
-    const std::int32_t share = has_lists ? block.existing : decode_split_keys(block.existing, params.by_splits);
-    const std::int64_t begin = has_lists ? 0 : std::int64_t{share} * split;
-    block.begin = static_cast<std::int32_t>(min(begin, std::int64_t{block.existing}));
-    block.end = block.begin + min(share, block.existing - block.begin);
-  }
-  __syncthreads();
 }
 
 template <typename Element, int kHeadDim, bool kFewRows>

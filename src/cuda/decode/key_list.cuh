@@ -4,26 +4,11 @@
 #include <cstdint>
 
 #include "cuda/decode/config.h"
+#include "cuda/decode/decode_block.cuh"
 #include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 
 namespace flash_dmattn::internal::cuda {
-
-// What a block works on; in shared memory, because kernels have no register to spare for it. Its rows are (query row,
-// head) pairs: row m is pair first + m of the rows * group pairs of the key head, the heads of a query row side by
-// side.
-struct DecodeBlock {
-  std::int32_t batch, key_head, split;
-  std::int32_t existing;    // keys of the batch element
-  std::int32_t begin, end;  // of those, the split's
-  std::int32_t first, count;
-  const std::uint8_t* mask;  // row 0 of its first head
-  // Divided once: a division takes as long as some forty instructions, and a block of few keys does little else.
-  std::int32_t rows[kDecodeRows], heads[kDecodeRows];
-
-  __device__ std::int32_t row(int m) const { return rows[m]; }
-  __device__ std::int32_t head(int m) const { return heads[m]; }
-};
 
 // A listed key: its distance from the first of the split (in key_union.cuh, of stripes) and, in the upper half, bit m
 // for each row that sees it. 0 is no key.

@@ -87,7 +87,6 @@ TEST(KernelFamilies, HopperStoresWholePiecesOfGradients) {
   }
 }
 
-// The wider of the two head dims decides, and rows of both have to be whole pieces of 16 bytes.
 // In a process of its own, as the variable is read once.
 TEST(KernelFamilies, HopperLeavesBackwardsThatItsCopyEngineMayNotStore) {
   if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
@@ -102,6 +101,7 @@ TEST(KernelFamilies, HopperLeavesBackwardsThatItsCopyEngineMayNotStore) {
   EXPECT_EXIT(ask(), testing::ExitedWithCode(0), "40 sm80;64 sm80;96 sm90;128 sm80;192 sm90;256 sm90;");
 }
 
+// The wider of the two head dims decides, and rows of both have to be whole pieces of 16 bytes.
 TEST(KernelFamilies, HopperTakesValuesOfAnotherHeadDim) {
   if (kernel_families()[1]->name != std::string("sm90")) GTEST_SKIP() << "built without kernels for Hopper";
   const std::int64_t pairs[][2] = {{192, 128}, {128, 192}, {64, 8}, {8, 64}, {256, 8}};
