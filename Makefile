@@ -12,7 +12,8 @@ PRESET ?= release
 ARGS ?=
 RUNS ?= 1000000 200000 100000
 REPEATS ?= 7
-# Of `make wheels`: the CUDA one where its compiler is; machine code for GPUs of 8.x and 9.0, PTX for all later ones.
+# Of `make wheels`: the CUDA one where its compiler is; machine code for GPUs of 8.x and 9.0, PTX for all later ones, as
+# of PRESET=ci.
 WHEELS ?= cpu $(if $(shell command -v $${CUDACXX:-nvcc}),cuda)
 CUDA_ARCHITECTURES ?= 80-real;90-real;80-virtual
 # Of `make check-pythons`: interpreters (paths, or versions that uv finds or fetches) and versions of torch.
@@ -51,14 +52,15 @@ KEEP_MEMORY = MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912
 TORCHRUN = $(PY) -m torch.distributed.run
 CPU_BENCHMARKS = cpu_attention cpu_decode cpu_dynamic_mask cpu_key_indices cpu_sweeps
 # As in the build of PRESET=ci, so that ccache knows what that has compiled.
-WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),$(foreach option,CMAKE_COMPILE_WARNING_AS_ERROR FLASH_DMATTN_FORBID_SPILLS,\
-                  --config-settings=cmake.define.$(option)=ON))
+WHEEL_FLAGS = $(if $(filter ci,$(PRESET)),$(foreach option,CMAKE_COMPILE_WARNING_AS_ERROR=ON \
+                  FLASH_DMATTN_FORBID_SPILLS=ON "CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)",\
+                  --config-settings=cmake.define.$(option)))
 
 CHECK_PACKAGES = .venv-packaging/bin/python tools/check_package.py dist/* && \
                  .venv-packaging/bin/python -m twine check --strict dist/*
 
 .PHONY: help setup setup-build library build run test test-cpp test-python test-notebooks test-sanitize fuzz lint format bench results \
-        results-gpu figures check-neon check-sm80 check-wheel check-types check-pythons check-conan sdist wheels docs \
+        results-gpu figures check-neon check-wheel check-types check-pythons check-conan sdist wheels docs \
         check-docs release-check clean
 
 help:  ## this list
@@ -155,10 +157,6 @@ check-neon:  ## cross-compile for 64-bit Arm and run the C++ tests in an emulato
 	@$(CONFIGURE) --preset neon
 	@cmake --build --preset neon
 	@ctest --preset neon --parallel $$(nproc)
-
-check-sm80: setup  ## compile the kernels for GPUs of compute capability 8.0 and see that none spills registers
-	@$(CONFIGURE) --preset sm80
-	@cmake --build --preset sm80
 
 check-wheel: setup  ## build the wheel as `pip install .` does, install it into build/wheel and use it there
 	@rm -rf build/wheel && mkdir -p build/wheel
