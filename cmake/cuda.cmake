@@ -134,7 +134,7 @@ foreach(head_dim IN LISTS largest_first)
     endforeach()
   endforeach()
 endforeach()
-foreach(source IN ITEMS attention/gradient_passes attention/key_works attention/row_facts decode/decode_bfloat16 decode/decode_float16
+foreach(source IN ITEMS attention/gradient_passes attention/key_works attention/row_facts clear decode/decode_bfloat16 decode/decode_float16
                         launch_blocks plan/device_mask_intervals plan/make_plan plan/pack_indices plan/pack_mask
                         selection/append_kept_keys selection/device_selection sm80/query_gradients)
   get_filename_component(name ${source} NAME)

@@ -14,9 +14,9 @@ struct LaunchShape {
   std::int64_t blocks;
   int threads;
   std::size_t shared_bytes = 0;  // of dynamic shared memory
-  // The kernel begins with begin_dependent_kernel, or ends with end_dependent_kernel (ptx/dependent_launch.cuh), and
-  // the one before it in the stream, which belongs to the same call, begins with the former, or with
-  // let_next_kernel_begin: it may begin while that one ends.
+  // The kernel may begin while the one before it in the stream ends, whoever launched that (ptx/dependent_launch.cuh).
+  // Either it begins with begin_dependent_kernel, or with wait_for_kernels_before; or it ends with
+  // end_dependent_kernel, and the one before it belongs to the same call, and has waited for what this one needs.
   bool is_dependent = false;
 };
 

@@ -5,6 +5,7 @@
 #include "cuda/attention/call.h"
 #include "cuda/attention/gradient_passes.h"
 #include "cuda/attention/row_facts.h"
+#include "cuda/clear.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
@@ -56,7 +57,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
 void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& scratch, const BackwardKernels& kernels,
                          const BackwardParams& params, Launches* launches, cudaStream_t stream) {
   const KeyGradientSums& sums = scratch.key_sums;
-  launches->then([&] { return clear(scratch.counters, scratch.cleared_bytes, stream); });
+  launches->then([&] { return launch_clear(scratch.counters, scratch.cleared_bytes, stream); });
   if (scratch.bias_sums == BiasSums::kInPlace) {
     launches->then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); });
   }

@@ -103,13 +103,13 @@ __global__ void __launch_bounds__(kMostOrderedBlocks)
 }
 
 // Orders the last `wanted` of `blocks` blocks and says in params.order how many these are: none if all of them, or
-// nearly, run at the same time, `at_once`. `is_dependent`: LaunchShape.
+// nearly, run at the same time, `at_once`.
 template <typename Block, typename Params>
 cudaError_t order_blocks(Params* params, std::int64_t blocks, std::int64_t at_once, std::int64_t wanted,
-                         bool is_dependent, cudaStream_t stream) {
+                         cudaStream_t stream) {
   if (params->order.blocks == nullptr || blocks <= at_once || blocks > INT_MAX) return cudaSuccess;
   params->order.count = static_cast<int>(std::min<std::int64_t>({blocks, wanted, kMostOrderedBlocks}));
-  const LaunchShape shape = {.blocks = 1, .threads = kMostOrderedBlocks, .is_dependent = is_dependent};
+  const LaunchShape shape = {.blocks = 1, .threads = kMostOrderedBlocks, .is_dependent = true};
   return launch_blocks(order_blocks_kernel<Block, Params>, shape, stream, *params, static_cast<int>(blocks));
 }
 
@@ -117,7 +117,7 @@ cudaError_t order_blocks(Params* params, std::int64_t blocks, std::int64_t at_on
 // have.
 template <typename Block>
 cudaError_t order_key_blocks(BackwardParams* params, std::int64_t blocks, cudaStream_t stream) {
-  return order_blocks<Block>(params, blocks, params->processors, kMostOrderedBlocks, false, stream);
+  return order_blocks<Block>(params, blocks, params->processors, kMostOrderedBlocks, stream);
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -272,8 +272,11 @@ std::int64_t slabs_of(const KeySums& all) {
 cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
                              const MetOnceTiles& met_once, cudaStream_t stream) {
   const std::int64_t group = problem.group(), plans = plan.head_divisor < group ? group : 1;
-  return launch_blocks(mark_keys_kernel, {problem.batch * problem.key_heads * plans * plan.chunk_count, kThreads},
-                       stream, plan, key_sums_of(problem, sums), static_cast<int>(plans), met_once);
+  const LaunchShape shape = {.blocks = problem.batch * problem.key_heads * plans * plan.chunk_count,
+                             .threads = kThreads,
+                             .is_dependent = true};
+  return launch_blocks(mark_keys_kernel, shape, stream, plan, key_sums_of(problem, sums), static_cast<int>(plans),
+                       met_once);
 }
 
 cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,

@@ -114,6 +114,7 @@ template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     row_facts_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowPass pass) {
   constexpr int kRows = kThreads / kLanes;  // at a time
+  if (!pass.beside) wait_for_kernels_before();
   let_next_kernel_begin();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes;
   // 32 bits: divisions of 64 take long.
@@ -178,7 +179,7 @@ cudaError_t row_facts_of(const BackwardProblem& problem, const RowPass& pass, cu
   const std::int64_t tiles = (problem.rows + pass.row_tile - 1) / pass.row_tile;
   const auto launch = [&](auto kernel) {
     const LaunchShape shape = {
-        .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = pass.beside};
+        .blocks = problem.batch * problem.heads * tiles, .threads = kThreads, .is_dependent = true};
     return launch_blocks(kernel, shape, stream, problem, pass);
   };
   if (problem.value_dim <= 32) return launch(row_facts_kernel<Element, 4>);

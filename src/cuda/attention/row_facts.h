@@ -21,8 +21,8 @@ struct RowPass {
   std::int32_t sum_width = 0;
   MetOnceTiles met_once;  // found before: such tiles have no sums, if they are stored
   DevicePlan plan;        // if there are any
-  bool beside = false;  // the kernel before it lets it begin (LaunchShape::is_dependent): the pass needs nothing of it
-  float natural = 1;    // ScoreRule::natural, in which the problem's row_stats are
+  bool beside = false;    // the kernel before it belongs to the same call, and the pass needs nothing of it
+  float natural = 1;      // ScoreRule::natural, in which the problem's row_stats are
   // With a sink only, else null.
   RowStats* stats = nullptr;    // (B, H, Sq): the problem's, with the sink in the sum; null: it has none
   float* sink_parts = nullptr;  // (H, B, Sq): what each row adds to its sink's gradient; null: that is not wanted

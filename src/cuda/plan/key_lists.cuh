@@ -61,10 +61,12 @@ struct Found {
   std::int32_t lowest = INT32_MAX, highest = -1;
 };
 
-// Finds all keys that some unit of the chunk sees and writes the first `capacity` of them by index. Every warp takes up
-// to 32 neighbouring words of 32 keys a round; lane u keeps the word that says which keys of the u-th are listed.
+// Finds all keys that some unit of the chunk sees and, if makes_list(of these), writes the first `capacity` of them by
+// index. Every warp takes up to 32 neighbouring words of 32 keys a round; lane u keeps the word that says which keys of
+// the u-th are listed. Those of the last round, for most problems the only one, are not written before all are found.
+template <typename MakesList>
 __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity, std::int32_t* listed,
-                                  SharedCounts& shared) {
+                                  SharedCounts& shared, MakesList makes_list) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::int32_t words = (rules.limit - 1) / 32 + 1;  // limit > 0
   const std::int32_t warp_words = min(32, (words - 1) / kPlanWarps + 1);
@@ -72,9 +74,15 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
                               rules.key_mask == nullptr && rules.packed == nullptr;
   Found found;
   std::int32_t lowest = INT32_MAX, highest = -1;
+  std::uint32_t word = 0;
+  std::int32_t first_key = 0, position = 0;  // of the word
+  const auto write = [&] {
+    for (; word != 0 && position < capacity; word &= word - 1) listed[position++] = first_key + __ffs(word) - 1;
+  };
   for (std::int32_t round = 0; round * kPlanWarps < (words - 1) / warp_words + 1; ++round) {
     const std::int32_t first_word = (round * kPlanWarps + warp) * warp_words;
-    std::uint32_t word = 0;
+    write();
+    word = 0;
     if (first_word < words) {
       for (std::int32_t u = 0; u < warp_words; u += kScanKeys) {
         bool visible[kScanKeys];
@@ -100,7 +108,7 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
       }
     }
     if (lane >= warp_words) word = 0;  // the next warp's
-    const std::int32_t first_key = (first_word + lane) * 32;
+    first_key = (first_word + lane) * 32;
     if (word != 0) {
       lowest = min(lowest, first_key + __ffs(word) - 1);
       highest = max(highest, first_key + 31 - __clz(word));
@@ -110,16 +118,19 @@ __device__ inline Found find_keys(const ChunkRules& rules, std::int32_t capacity
     __syncthreads();
     const std::int32_t up_to_warp = inclusive_sum(lane < kPlanWarps ? shared.listed[round % 2][lane] : 0);
     const std::int32_t before_warp = warp == 0 ? 0 : __shfl_sync(~0u, up_to_warp, warp - 1);
-    std::int32_t position = found.count + before_warp + up_to_lane - __popc(word);
-    for (; word != 0 && position < capacity; word &= word - 1) listed[position++] = first_key + __ffs(word) - 1;
+    position = found.count + before_warp + up_to_lane - __popc(word);
     found.count += __shfl_sync(~0u, up_to_warp, 31);
   }
   lowest = __reduce_min_sync(~0u, lowest);
   highest = __reduce_max_sync(~0u, highest);
   if (lane == 0) shared.lowest[warp] = lowest, shared.highest[warp] = highest;
-  __syncthreads();  // and what is listed can be read
+  __syncthreads();
   found.lowest = __reduce_min_sync(~0u, shared.lowest[min(lane, kPlanWarps - 1)]);
   found.highest = __reduce_max_sync(~0u, shared.highest[min(lane, kPlanWarps - 1)]);
+  if (makes_list(found)) {
+    write();
+    __syncthreads();
+  }
   return found;
 }
 

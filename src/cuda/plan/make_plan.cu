@@ -113,20 +113,25 @@ __global__ __launch_bounds__(kPlanThreads,
 
   if (threadIdx.x < kChunkUnits) s_counts.unit_tiles[threadIdx.x] = 0;
   __syncthreads();
+  // A chunk with few of the keys of its span is a list, if these fit. With kUnits list_by_units_kernel decides.
+  const auto makes_list = [&](const Found& found) {
+    const std::int64_t span = std::int64_t{found.highest} - found.lowest + 1;
+    return shape.order == ListOrder::kUnits ||
+           (found.count <= shape.capacity &&
+            kListShareDenominator * std::int64_t{found.count} <= kListShareNumerator * span);
+  };
   Found found;
   if (rules.limit > 0) {
     if (rules.begin == nullptr && rules.key_mask == nullptr && rules.packed == nullptr) {
       found.count = rules.limit, found.lowest = 0, found.highest = rules.limit - 1;
     } else {
-      found = find_keys(rules, shape.capacity, staging.keys, s_counts);
+      found = find_keys(rules, shape.capacity, staging.keys, s_counts, makes_list);
     }
   }
   ChunkKeys result = {0, -1};
   std::int32_t used = 0;
   if (found.count > 0) {
-    const std::int64_t span = std::int64_t{found.highest} - found.lowest + 1;
-    if (shape.order == ListOrder::kFirstUnit && found.count <= shape.capacity &&
-        kListShareDenominator * std::int64_t{found.count} <= kListShareNumerator * span) {
+    if (shape.order == ListOrder::kFirstUnit && makes_list(found)) {
       result.count = found.count;
       order_by_first_unit(rules, found.count, staging, arrays.keys + entry * shape.capacity, s_counts);
       __syncthreads();
@@ -345,23 +350,22 @@ DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory) {
 }
 
 cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
-                      void* staging, bool is_dependent, DevicePlan* plan, cudaStream_t stream) {
+                      void* staging, DevicePlan* plan, cudaStream_t stream) {
   *plan = plan_at(shape, batch, memory);
   Arena arena(memory), staging_arena(staging);
   PlanArrays arrays = take_arrays(arena, shape, batch);
   arrays.staging = take_staging(staging_arena, shape, batch);
   const std::int64_t plans = std::min<std::int64_t>(batch, shape.per_batch ? batch : 1) * shape.plan_heads;
   if (plans * shape.chunk_count == 0) return cudaSuccess;
-  const auto launch = [&](auto* kernel, std::size_t shared_bytes, bool follows) {
-    return launch_blocks(kernel, {plans * shape.chunk_count, kPlanThreads, shared_bytes, follows}, stream, visibility,
+  const auto launch = [&](auto* kernel, std::size_t shared_bytes) {
+    return launch_blocks(kernel, {plans * shape.chunk_count, kPlanThreads, shared_bytes, true}, stream, visibility,
                          shape, static_cast<std::uint32_t>(plans), arrays);
   };
   if (shape.order == ListOrder::kUnits) {
-    const cudaError_t error = launch(make_plan_kernel<false>, 0, is_dependent);
-    return error != cudaSuccess ? error : launch(list_by_units_kernel, 0, true);
+    const cudaError_t error = launch(make_plan_kernel<false>, 0);
+    return error != cudaSuccess ? error : launch(list_by_units_kernel, 0);
   }
-  return stages_in_shared(shape) ? launch(make_plan_kernel<true>, kStagedBytes, is_dependent)
-                                 : launch(make_plan_kernel<false>, 0, is_dependent);
+  return stages_in_shared(shape) ? launch(make_plan_kernel<true>, kStagedBytes) : launch(make_plan_kernel<false>, 0);
 }
 
 cudaError_t count_plan(const Visibility& visibility, const DevicePlan& plan, std::int64_t batch, std::int64_t heads,

@@ -57,9 +57,9 @@ DevicePlan plan_at(const PlanShape& shape, std::int64_t batch, void* memory);
 // `staging` (aligned to 64 bytes) is of no use once it is made. The same visibility gives the same plan, bit by bit:
 // - listed keys stand in the shape's order;
 // - -1 follows up to a multiple of two tiles; tile_units of all later tiles are 0.
-// `is_dependent`: LaunchShape. Returns launch errors only; never waits.
+// Returns launch errors only; never waits.
 cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std::int64_t batch, void* memory,
-                      void* staging, bool is_dependent, DevicePlan* plan, cudaStream_t stream);
+                      void* staging, DevicePlan* plan, cudaStream_t stream);
 
 // What a plan holds, summed over batch elements and query heads.
 struct PlanCounts {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/clear.h"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/plan/pack_mask.h"
 #include "cuda/plan/row_list.cuh"
@@ -121,8 +122,8 @@ cudaError_t pack_strips(ListShape shape, std::int64_t planes, cudaStream_t strea
   const std::int64_t strips = (std::int64_t{shape.keys} + Strip::kKeys - 1) / Strip::kKeys;
   shape.strips = static_cast<std::uint32_t>(strips);
   return launch_blocks(pack_indices_kernel<Strip>,
-                       {planes * shape.chunks * kChunkUnits * strips, Strip::kThreads, Strip::kSharedBytes}, stream,
-                       shape);
+                       {planes * shape.chunks * kChunkUnits * strips, Strip::kThreads, Strip::kSharedBytes, true},
+                       stream, shape);
 }
 
 // A mask with the bits that lists stand for: sizes and head divisor, no memory.
@@ -164,7 +165,7 @@ cudaError_t pack_indices(const IndexViews& indices, std::int64_t rows, std::int6
   shape.words = const_cast<std::uint32_t*>(packed->words);  // readers' pointers to what is written here
   shape.units = const_cast<std::uint32_t*>(packed->units);
   const auto entries = static_cast<std::size_t>(planes * chunks * keys);
-  const cudaError_t error = cudaMemsetAsync(shape.units, 0, entries * sizeof(std::uint32_t), stream);
+  const cudaError_t error = launch_clear(shape.units, entries * sizeof(std::uint32_t), stream);
   if (error != cudaSuccess) return error;
   const bool takes_long = keys > ShortStrip::kKeys && shared_limit >= LongStrip::kSharedBytes;
   return takes_long ? pack_strips<LongStrip>(shape, planes, stream) : pack_strips<ShortStrip>(shape, planes, stream);

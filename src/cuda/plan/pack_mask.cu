@@ -269,7 +269,7 @@ using PackKernel = void(PackShape);
 cudaError_t launch(PackKernel* kernel, int strip_keys, PackShape shape, std::int64_t planes, cudaStream_t stream) {
   shape.strips = static_cast<std::uint32_t>((shape.keys + strip_keys - 1) / strip_keys);
   const std::int64_t blocks = planes * shape.chunks * shape.strips;
-  return launch_blocks(kernel, {blocks, 32 * kPackWarps}, stream, shape);
+  return launch_blocks(kernel, {blocks, 32 * kPackWarps, 0, true}, stream, shape);
 }
 
 template <Access kAccess>

@@ -132,10 +132,7 @@ void PreparedVisibility::write(const AttentionProblem& problem, Launches* launch
                  : pack_mask(views.mask, problem.rows, problem.keys, packed_memory_, &visibility.packed, stream);
     });
   }
-  launches->then([&] {
-    const bool follows_packing = needs_packing(problem) && problem.keys > 0;
-    return make_plan(visibility, shape_, problem.batch, plan_memory_, staging_, follows_packing, &plan, stream);
-  });
+  launches->then([&] { return make_plan(visibility, shape_, problem.batch, plan_memory_, staging_, &plan, stream); });
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -1,5 +1,6 @@
-// Programmatic dependent launch (PTX: griddepcontrol), from compute capability 9.0 on: a kernel of a call is scheduled
-// while the one before it ends, which saves most of the time between two kernels (launch_blocks.cuh).
+// Programmatic dependent launch (PTX: griddepcontrol), from compute capability 9.0 on: a kernel is scheduled while the
+// one before it ends, which saves most of the time between two kernels (launch_blocks.cuh). That one may be of an
+// earlier call, or another library's: all that such a kernel does before it waits is to find out what it is to do.
 #pragma once
 
 namespace flash_dmattn::internal::cuda {

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/launch_blocks.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/selection/ranked_key.cuh"
 #include "selection/rank.h"
 
@@ -178,6 +179,7 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   using Bits = typename Format::Bits;
   __shared__ Place<Key> sLowest[2][kWarps];  // of searches of even and odd number
   __shared__ ChoiceMemory sChoice;
+  begin_dependent_kernel();
   const auto heads = static_cast<std::uint32_t>(problem.heads);  // at most as many as blocks
   const std::int64_t position = blockIdx.x, batch = blockIdx.x / heads, head = blockIdx.x % heads;
   const auto window = static_cast<std::int32_t>(problem.window);
@@ -231,7 +233,7 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
 template <typename Format>
 cudaError_t launch(const KeptKeysProblem& problem, cudaStream_t stream) {
   using Key = std::conditional_t<sizeof(typename Format::Bits) == 8, Uint128, std::uint64_t>;
-  return launch_blocks(append_kernel<Format, Key>, {problem.batch * problem.heads, kThreads}, stream, problem);
+  return launch_blocks(append_kernel<Format, Key>, {problem.batch * problem.heads, kThreads, 0, true}, stream, problem);
 }
 
 }  // namespace

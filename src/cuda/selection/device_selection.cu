@@ -84,27 +84,27 @@ cudaError_t enqueue(const SelectionProblem& problem, void* workspace, cudaStream
   const ListLayout layout(problem, kChunkKeys<Key>);
   const std::int64_t heads = problem.batch * problem.heads, chunks = heads * layout.chunks;
   auto* lists = evicts(problem) ? static_cast<Key*>(workspace) : nullptr;
-  const auto launch = [&](auto* kernel, std::int64_t blocks, int threads, bool is_dependent, const auto&... params) {
-    const LaunchShape shape = {.blocks = blocks, .threads = threads, .is_dependent = is_dependent};
+  const auto launch = [&](auto* kernel, std::int64_t blocks, int threads, const auto&... params) {
+    const LaunchShape shape = {.blocks = blocks, .threads = threads, .is_dependent = true};
     return launch_all_blocks(kernel, shape, stream, params...);
   };
   std::int32_t* bounds = nullptr;
   cudaError_t error = cudaSuccess;
   if (problem.is_packed()) {
     bounds = reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + list_bytes<Key>(problem));
-    const LaunchShape shape = {.blocks = 2 * problem.batch, .threads = kBoundThreads};
+    const LaunchShape shape = {.blocks = 2 * problem.batch, .threads = kBoundThreads, .is_dependent = true};
     error = launch_blocks(clamp_bounds, shape, stream, problem, bounds);
     if (error != cudaSuccess) return error;
   }
-  error = launch(sort_chunks<Format, Key, KeyArrivals>, chunks, kChunkKeys<Key>, problem.is_packed(), problem, layout,
+  error = launch(sort_chunks<Format, Key, KeyArrivals>, chunks, kChunkKeys<Key>, problem, layout,
                  static_cast<const std::int32_t*>(bounds), lists);
   if (lists == nullptr) return error;
   for (int level = 1; level < layout.levels && error == cudaSuccess; ++level) {
     const std::int64_t tiles = (layout.best_at(level) + kMergeTile<Key> - 1) / kMergeTile<Key>;
-    error = launch(merge_lists<Key>, heads * layout.lists_at(level) * tiles, kMergeThreads, true, layout, lists, level);
+    error = launch(merge_lists<Key>, heads * layout.lists_at(level) * tiles, kMergeThreads, layout, lists, level);
   }
   if (error != cudaSuccess) return error;
-  return launch(find_evictions<Key, KeyArrivals>, chunks, kEvictionThreads<Key>, true, problem, layout,
+  return launch(find_evictions<Key, KeyArrivals>, chunks, kEvictionThreads<Key>, problem, layout,
                 static_cast<const std::int32_t*>(bounds), static_cast<const Key*>(lists));
 }
 

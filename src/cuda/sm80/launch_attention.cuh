@@ -24,7 +24,7 @@ cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stre
   ForwardParams ordered = params;
   if constexpr (kPlanned) {
     const std::int64_t at_once = std::int64_t{Config::kBlocksPerProcessor} * params.processors;
-    const cudaError_t error = order_blocks<Block>(&ordered, blocks, at_once, 2 * at_once, false, stream);
+    const cudaError_t error = order_blocks<Block>(&ordered, blocks, at_once, 2 * at_once, stream);
     if (error != cudaSuccess) return error;
   }
   return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,

@@ -144,7 +144,6 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.next_huge = scratch.next_huge;
   params.boxes_of_bias = has_boxes_of_bias(problem);
   params.aligned = params.aligned && may_store_boxes();
-  params.follows_plan = prepared.is_written();
   params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
   launches.then([&] {

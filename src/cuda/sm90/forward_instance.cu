@@ -21,12 +21,10 @@ cudaError_t launch_forward_kernel(const Sm90ForwardParams& params, const Forward
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   Sm90ForwardParams ordered = params;
   ordered.works = static_cast<std::int32_t>(blocks);
-  LaunchShape shape = {blocks, Config::kThreads, Block::kSharedBytes, params.follows_plan};
+  LaunchShape shape = {blocks, Config::kThreads, Block::kSharedBytes, kPlanned};
   if constexpr (kPlanned) {
-    const cudaError_t error =
-        order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors, params.follows_plan, stream);
+    const cudaError_t error = order_blocks<Block>(&ordered, blocks, params.processors, 2 * params.processors, stream);
     if (error != cudaSuccess) return error;
-    shape.is_dependent |= ordered.order.count != 0;
   }
   // Blocks stay for many works where a work is short; those of a plan, or of the causal rule, differ too much to be
   // divided beforehand: a counter does.

@@ -22,7 +22,6 @@ struct Sm90ForwardParams : ForwardParams {
   // neighbouring rows of one.
   bool pairs_heads = false;
   bool boxes_of_bias = false;         // the bias differs by row, and ForwardMaps has it
-  bool follows_plan = false;          // the kernel before it is make_plan's, of the same call
   std::int32_t works = 0;             // work tiles of the launch, which its blocks share
   std::int32_t* next_huge = nullptr;  // scratch of so many (work_queue.cuh)
 };

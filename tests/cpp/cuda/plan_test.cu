@@ -161,7 +161,7 @@ PlanCounts expect_plan(Problem& problem) {
   DeviceMemory memory(plan_bytes(shape, batch)), staging(staging_bytes(shape, batch));
   DeviceMemory device_counts(sizeof(PlanCounts));
   DevicePlan plan;
-  expect_success(make_plan(problem.visibility, shape, batch, memory.get(), staging.get(), false, &plan, nullptr));
+  expect_success(make_plan(problem.visibility, shape, batch, memory.get(), staging.get(), &plan, nullptr));
   auto* counts = static_cast<PlanCounts*>(device_counts.get());
   expect_success(count_plan(problem.visibility, plan, batch, heads, counts, nullptr));
   expect_success(cudaDeviceSynchronize());
@@ -424,7 +424,7 @@ TEST(MakePlan, GraphsCaptureIt) {
   Visibility visibility = problem.visibility;
   expect_success(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   expect_success(pack_mask(problem.mask.view, 3000, 3000, packed_memory.get(), &visibility.packed, stream));
-  expect_success(make_plan(visibility, shape, 1, memory.get(), staging.get(), false, &plan, stream));
+  expect_success(make_plan(visibility, shape, 1, memory.get(), staging.get(), &plan, stream));
   expect_success(count_plan(visibility, plan, 1, 2, static_cast<PlanCounts*>(counts.get()), stream));
   expect_success(cudaStreamEndCapture(stream, &graph));
   expect_success(cudaGraphInstantiate(&executable, graph, 0));

@@ -14,9 +14,9 @@ import pytest
 import torch
 from cases import assert_same_bits, make_case, poison_unseen, run_library
 from compare import assert_case_close
-from flash_dmattn import KeyIntervals, attention, plan_report, prepare_mask, select_keys
+from flash_dmattn import KeptKeys, KeyIntervals, attention, plan_report, prepare_mask, select_keys
 from operators import FORWARD, forward_arguments
-from oracle import visibility
+from oracle import Case, visibility
 from torch import Tensor
 
 pytestmark = pytest.mark.devices("cuda")
@@ -89,6 +89,48 @@ def test_work_stands_in_the_current_stream() -> None:
     torch.cuda.synchronize()
     for result, other in zip(results, expected, strict=True):
         assert torch.equal(result, other)
+
+
+def decoded(step: Tensor, case: Case, kept: KeptKeys, position: Tensor) -> Tensor:
+    mask = kept.append_(step[:, :, :2, 0].transpose(1, 2), position)
+    return attention(step, case.key, case.value, mask=mask, scale=2)
+
+
+def selected(step: Tensor, case: Case) -> Tensor:
+    mask = select_keys(step[:, :, :2, 0].transpose(1, 2), 64, seqlen_q=step.shape[1])
+    return attention(step, case.key, case.value, mask=mask, is_causal=True, scale=2)
+
+
+def differentiated(step: Tensor, case: Case, mask: KeyIntervals | None) -> Tensor:
+    query = case.query.detach().requires_grad_()
+    out = attention(query, case.key, case.value, mask=mask, is_causal=True, deterministic=True)
+    return torch.autograd.grad(out, query, step)[0]
+
+
+@pytest.mark.parametrize("work", ["decode", "selection", "backward", "backward of a plan"])
+def test_calls_wait_for_the_one_before(work: str) -> None:
+    """Their first kernels may begin while its last one ends. Each takes what the one before has made, nothing between
+    them."""
+    rows, steps = 1 if work == "decode" else 1500, 12
+    case = make_case(2, 4, 2, rows, 1500, 64)
+    positions = torch.arange(1500, 1500 + steps, dtype=torch.int32)[:, None].repeat(1, 2)
+    window = KeyIntervals.sliding_window(300, 0, 1500, 1500) if work == "backward of a plan" else None
+
+    def last_of_chain(finish: Callable[[], None]) -> Tensor:
+        kept = KeptKeys.from_scores(torch.linspace(-1, 1, 6000, dtype=case.query.dtype).view(2, 2, 1500), 700)
+        step = case.dout if work.startswith("backward") else case.query
+        for position in positions:
+            finish()
+            if work == "decode":
+                step = decoded(step, case, kept, position)
+            else:
+                step = selected(step, case) if work == "selection" else differentiated(step, case, window)
+        return step
+
+    expected = last_of_chain(torch.cuda.synchronize)
+    assert expected.isfinite().all() and (expected != 0).any()
+    for _ in range(3):
+        assert torch.equal(last_of_chain(lambda: None), expected)
 
 
 def test_reports_wait_for_their_stream() -> None:
