@@ -48,6 +48,7 @@ struct BackwardBlock {
   static constexpr bool kStoresQueries =
       kPlanned && Config::kMayStoreQueries && (kAbsent & Facts::kTakesTurns) != 0 && (kAbsent & Facts::kMetOnce) == 0;
   static constexpr bool kIsPlain = (kAbsent & Facts::kBiased) != 0;
+  static constexpr bool kReadsWordsAhead = kPlanned && Config::kReadsWordsAhead;
   static constexpr int kHeadDim = kItsHeadDim;
   static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kStages = Config::kStages;
   // Bytes from one panel of 64 columns to the next.
@@ -63,6 +64,16 @@ struct BackwardBlock {
     std::int32_t key[kTileKeys];                // -1: none, or no row sees it, and the tile holds zeros
   };
 
+  // Words of a packed mask for kAheadRows rows, 32 bytes of memory a key, which are read at once: a warp's read takes
+  // as long for few bytes of a key's line as for more, and several steps have some of them.
+  static constexpr int kAheadRows = 256, kAheadPieces = kAheadRows / (4 * kWordRows);
+  struct AheadWords {
+    static constexpr int kKeys = Config::kReadsWordsAhead ? kTileKeys : 1;
+    const std::uint32_t* of_key[kKeys];  // in global memory, from the first chunk on; null: there are none
+    uint4 words[kAheadPieces][kKeys];
+    int part[Config::kProducerWarps];  // which kAheadRows rows these are, for each warp's keys
+  };
+
   struct Shared {
     Pipeline<kStages> steps;
     Pipeline<1> keys;                                          // of a work, and its values
@@ -74,6 +85,7 @@ struct BackwardBlock {
     Work works[2];                                // that of the consumers, and the next one
     std::uint32_t taken[Config::kProducerWarps];  // works, of each of them
     RowRange range[kTileKeys];
+    AheadWords ahead;
     float bias[kTileKeys];  // of the head of the consumers' step, if it is the same for every row
     Walk walks[Config::kProducerWarps];
     // Of steps that are met once, by number: read when those after them are under way, and their stages used again.
@@ -242,8 +254,16 @@ struct BackwardBlock {
       visible = any_row_sees<true>(params.visibility, range, block.batch, block.first_head, key, block.first_chunk,
                                    block.end_chunk);
     }
-    work.key[warp * kWarpKeys + lane] = visible ? key : -1;
-    shared.range[warp * kWarpKeys + lane] = range;
+    const int column = warp * kWarpKeys + lane;
+    work.key[column] = visible ? key : -1;
+    shared.range[column] = range;
+    if constexpr (kReadsWordsAhead) {
+      const PackedMask& packed = params.visibility.packed;
+      const bool has_words = visible && packed.defined();
+      // The same for all heads of the work.
+      const std::int64_t entry = has_words ? packed_offset<true>(packed, block.batch, block.first_head, 0, key) : 0;
+      shared.ahead.of_key[column] = has_words ? packed.words + entry * kChunkWords : nullptr;
+    }
   }
 
   // The key of a column of the tile, -1: none.
@@ -372,6 +392,10 @@ struct BackwardBlock {
     walk.start(params, work.block, work.existing);
     if (recomputed(warp) == 0 && lane == 0) shared.head = -1;
     bool exists = true, has_keys = false;
+    if constexpr (kReadsWordsAhead) {
+      if (lane == 0) shared.ahead.part[warp] = -1;
+      __syncwarp();
+    }
 #pragma unroll 1
     while (exists) {
       Step step = walk.next(params, work.block, work.existing);
@@ -384,6 +408,7 @@ struct BackwardBlock {
       Facts& facts = shared.facts[at.stage];
       // Tested anew each time: there are no predicates to keep it in.
       const int full = exists && is_full(work, step) ? 1 : 0;
+      if (kReadsWordsAhead && exists && recomputed(full) == 0) read_ahead(warp, lane, step.first_row());
       wait_or_say(shared.steps.empty[at.stage], at.parity ^ 1);
       if (recomputed(warp) == 0) {
         if (lane == 0) {
@@ -460,15 +485,54 @@ struct BackwardBlock {
     return true;
   }
 
+  // By a warp, of its keys: the words of a packed mask for the rows from `first_row` on, unless they are there. Two
+  // lanes take a key. They are on their way while the warp waits for a stage.
+  __device__ void read_ahead(int warp, int lane, int first_row) const {
+    const PackedMask& packed = params.visibility.packed;
+    const int part = first_row / kAheadRows;
+    if (!packed.defined() || part == shared.ahead.part[warp]) return;
+    static_assert(kAheadPieces == 2 && kChunkRows % kAheadRows == 0 && kAheadRows % kTileRows == 0);
+    const std::int64_t offset = first_row / kChunkRows * packed.chunk_stride * kChunkWords +
+                                part % (kChunkRows / kAheadRows) * (kAheadRows / kWordRows);
+    __syncwarp();  // those before are read
+    if (lane == 0) shared.ahead.part[warp] = part;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = warp * kWarpKeys + half * 16 + lane / 2, piece = lane % 2;
+      const std::uint32_t* words = shared.ahead.of_key[column];
+      if (words == nullptr) continue;
+      copy_async_16(shared_address(&shared.ahead.words[piece][column]), words + offset + piece * 4, true);
+    }
+    commit_copies();
+  }
+
+  // Of a step: of each word what its rows see of the column's key.
   __device__ void make_words(const Work& work, const Step& step, int column, Facts& facts) const {
     const std::int32_t key = work.key[column];
     const RowRange range = shared.range[column];
+    const bool is_packed = kReadsWordsAhead && params.visibility.packed.defined();
+    if (is_packed) {
+      wait_copies<0>();
+      __syncwarp();
+    }
 #pragma unroll
     for (int word = 0; word < Config::kWords; ++word) {
-      facts.words[column][word] = key < 0 ? 0
-                                          : visible_word<true>(params.visibility, range, work.block.batch, step.head,
-                                                               key, step.first_row() + word * kWordRows);
+      const int row = step.first_row() + word * kWordRows;
+      const auto visible = [&] {
+        if constexpr (kReadsWordsAhead) {
+          const std::uint32_t rows = bit_range(range.begin - row, range.end - row);
+          return is_packed ? rows & word_ahead(column, row) : rows;
+        } else {
+          return visible_word<true>(params.visibility, range, work.block.batch, step.head, key, row);
+        }
+      };
+      facts.words[column][word] = key < 0 ? 0 : visible();
     }
+  }
+  __device__ std::uint32_t word_ahead(int column, int row) const {
+    const int word = row % kAheadRows / kWordRows;
+    return load_shared(shared_address(&shared.ahead.words[word / 4][column]) +
+                       word % 4 * static_cast<std::uint32_t>(sizeof(word)));
   }
 };
 

@@ -40,9 +40,11 @@ struct BackwardConfig {
   // Whether dquery of rows that one tile of keys alone meets may be stored. Wide heads gain nothing by it.
   static constexpr bool kMayStoreQueries = !kSplitsGradients;
 
-  // Of producers, if they have the registers: whether L2 is told that keys are read once, and whether most warps look
-  // the next work up before consumers are told of the end of the one before.
-  static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients;
+  // Of producers, if they have the registers: whether L2 is told that keys are read once, whether most warps look the
+  // next work up before consumers are told of the end of the one before, and whether words of a packed mask are read
+  // for several steps at once.
+  static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients,
+                        kReadsWordsAhead = !kSplitsGradients;
 
   // Whether consumers store their results as boxes; measured.
   static constexpr bool kStoresBoxes = kHeadDim == 64 || kHeadDim == 128;

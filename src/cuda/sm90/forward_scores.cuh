@@ -122,8 +122,27 @@ struct ForwardScores {
   __device__ void hide_listed() {
     const int unit = block.params.pairs_heads ? 0 : group, row = 64 * unit + warp_row();
     if ((marks & Facts::full_mark(kTile, unit)) != 0) return;
-    hide_part_by_words<kTile * kPlanTileKeys / 8, kPlanTileKeys / 8>(
-        scores, facts().words[row / kWordRows], row % kWordRows, [&](int n) { return column_of(n); }, -INFINITY);
+    hide_tile<kTile>(facts().words[row / kWordRows] + row / 16 % 2);
+  }
+
+  // `words`: those of the warp's rows. One has four bits for a thread, eight apart, of its two rows and its two keys of
+  // a column tile. Turned right by the thread's row, these stand where no other column tile has its own, as producers
+  // have turned words by the column tile. So one word has all that the thread sees of the tile.
+  template <int kTile>
+  __device__ void hide_tile(const std::uint32_t* words) {
+    constexpr int kFirst = kTile * kPlanTileKeys / 8, kTiles = kPlanTileKeys / 8;
+    static_assert(kTiles == 8);
+    const int row = thread() % 32 / 4;
+    std::uint32_t seen = 0;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const std::uint32_t word = words[column_of(kFirst + n)], own = 0x01010101u << n;
+      seen = (seen & ~own) | (__funnelshift_r(word, word, row) & own);
+    }
+#pragma unroll
+    for (int bit = 0; bit < 32; ++bit) {
+      if ((seen & (1u << bit)) == 0) scores[0][kFirst + bit % 8][2 * (bit / 8 % 2) + bit / 16] = -INFINITY;
+    }
   }
 
   // By causal rule and length.

@@ -34,8 +34,10 @@ struct alignas(16) StageFacts {
   // Unit `unit` of the block sees every key of the stage's tile `tile`: its words are not written.
   __device__ static std::uint32_t full_mark(int tile, int unit) { return 1u << (2 * tile + unit); }
 
-  std::uint32_t words[kMostWords][kTileKeys];  // of the block's rows, 32 at a time
-  float bias[kTileKeys];                       // only if it is the same for every row
+  // Of the block's rows, 32 at a time, and of a pair of neighbouring keys: what the first 16 rows see of both, then
+  // what the others see (pair_word).
+  std::uint32_t words[kMostWords][kTileKeys];
+  float bias[kTileKeys];  // only if it is the same for every row
   std::uint32_t marks;
   std::int32_t box[kTileKeys / kWarpKeys];  // of a warp's keys: the first one if they are copied as a box, or -1
   alignas(16) std::int32_t key[kTileKeys];  // -1: no row of the block sees it; the stage holds zeros there
@@ -385,10 +387,14 @@ class KeyProducer {
       if (sources.packed_words == nullptr) {
         read_interval_and_mask(key, flight.seen);
       } else {
+        // Together: a warp's read of a word takes as long as one of four, as it is of 32 lines of memory.
         const std::uint32_t* packed = sources.packed_words + key * params_.visibility.packed.key_stride * kChunkWords;
-#pragma unroll
-        for (int word = 0; word < Facts::kMostWords; ++word) {
-          if (word < words()) flight.seen[word] = packed[word];
+        if (words() == Facts::kMostWords) {
+          const uint4 four = *reinterpret_cast<const uint4*>(packed);
+          flight.seen[0] = four.x, flight.seen[1] = four.y, flight.seen[2] = four.z, flight.seen[3] = four.w;
+        } else {
+          const uint2 two = *reinterpret_cast<const uint2*>(packed);
+          flight.seen[0] = two.x, flight.seen[1] = two.y;
         }
       }
     }
@@ -418,6 +424,16 @@ class KeyProducer {
     facts.key[key_slot()] = key;
   }
 
+  // Of the key's word and its neighbour's the halves of the same rows, side by side, turned left by the number of the
+  // keys' column tile in the tile of the plan.
+  __device__ std::uint32_t pair_word(std::uint32_t visible) const {
+    const std::uint32_t other = __shfl_xor_sync(~0u, visible, 1);
+    const std::uint32_t halves =
+        lane_ % 2 == 0 ? __byte_perm(visible, other, 0x5410) : __byte_perm(other, visible, 0x7632);
+    const int column_tile = key_slot() % kPlanTileKeys / 8;
+    return __funnelshift_l(halves, halves, column_tile);
+  }
+
   // Says whether any row of the block sees the key.
   __device__ bool make_words(const InFlight& flight, Facts& facts) const {
     const std::int32_t key = flight.key;
@@ -435,14 +451,21 @@ class KeyProducer {
       if (params_.visibility.is_causal) range.begin = max(range.begin, key - (work().existing - params_.rows));
       if (seen[kMask] == 0) range.end = 0;
     }
+    // Mostly nothing but a packed mask hides, or some keys' rows end within the block's.
+    const int first_row = work().first_row;
+    const bool whole = packed && __all_sync(~0u, range.begin <= first_row &&
+                                                     range.end >= min(first_row + words() * kWordRows, params_.rows));
     std::uint32_t any = 0;
 #pragma unroll
     for (int word = 0; word < Facts::kMostWords; ++word) {
       if (word >= words()) break;
-      const int row = work().first_row + word * kWordRows;
-      std::uint32_t visible = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
-      if (packed) visible &= flight.seen[word];
-      facts.words[word][key_slot()] = visible;
+      std::uint32_t visible = flight.seen[word];
+      if (!whole) {
+        const int row = first_row + word * kWordRows;
+        const std::uint32_t rows = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
+        visible = packed ? visible & rows : rows;
+      }
+      facts.words[word][key_slot()] = pair_word(visible);
       any |= visible;
     }
     return any != 0;
