@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   const auto row = static_cast<int>(blockIdx.x % static_cast<unsigned>(params.rows));
   const auto batch = static_cast<int>(pair / heads), head = static_cast<int>(pair % heads);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  wait_for_kernels_before();
+  begin_dependent_kernel();
   PartialRow<kHeadDim> own;
   own.add(params.score, params.partial_facts + result * params.splits,
           params.partial_sums + result * params.splits * kHeadDim, kHeadDim, warp, params.splits, kCombineWarps);

@@ -15,6 +15,7 @@ namespace flash_dmattn::internal::cuda {
 constexpr int kDecodeRows = 16;          // (query row, head of the group) pairs of a block: rows of a product
 constexpr int kFewDecodeRows = 8;        // so many are the columns of a product instead (DecodeWarp)
 constexpr int kMostWindow = 256;         // keys that a warp looks through at once: 8 bytes of a mask per lane
+constexpr int kMostRuleWindow = 128;     // likewise where every row is asked for every key
 constexpr int kLaneKeys = 8;             // of those, a lane's
 constexpr int kShareUnit = 64;           // a split has a multiple of this many keys
 constexpr int kMostSplitKeys = 1 << 16;  // a listed key is 16 bits, counted from the first of its split
@@ -44,7 +45,7 @@ struct DecodeConfig {
   static constexpr int kKeyStages = 2, kValueStages = kFewRows ? 1 : 2;
   static constexpr int kBlocksPerProcessor = decode_blocks(kFewRows);
 
-  // Shared memory: tiles of each warp (later its sums), queries, lists of each warp (later what is known of its rows).
+  // Shared memory: tiles of each warp (later its sums), queries, listed keys (later what is known of the warps' rows).
   static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
   static constexpr std::size_t kTilesBytes = kWarps * (kKeyStages + kValueStages) * kTileBytes;
   static constexpr std::size_t kQueryBytes = std::size_t{kRows} * kHeadDim * 2;
@@ -64,6 +65,7 @@ struct DecodeParams : ForwardParams {
   bool by_bytes = false;
   std::int32_t row_tiles = 1;                               // blocks that divide the rows of a key head
   std::int32_t splits = 1;                                  // blocks that divide the keys
+  bool begins_early = false;                                // while the kernel before ends
   Divisor by_row_tiles, by_key_heads, by_splits, by_group;  // of these and of key_heads and group
   std::int32_t window = kMostWindow;  // keys a warp looks through at once, a multiple of kLaneKeys
   // Lists of keys per row (key_union.cuh); not defined: none.

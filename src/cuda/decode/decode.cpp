@@ -105,6 +105,15 @@ std::int32_t split_count(const SplitRule& rule, int processors) {
   return static_cast<std::int32_t>(best);
 }
 
+// Whether blocks may begin while the kernel before ends. They are put wherever it has ended then: unless
+// multiprocessors have as many blocks as they have room for, or one each, which waits for memory's latency rather than
+// its rate, some would get a block more than others, which have one less.
+bool may_begin_early(const DecodeParams& params, int processors) {
+  const std::int64_t blocks = std::int64_t{params.batch} * params.key_heads * params.row_tiles * params.splits;
+  const std::int64_t of_processor = divide_up(blocks, std::max(processors, 1));
+  return of_processor == 1 || of_processor % decode_blocks(has_few_decode_rows(params.rows, params.group)) == 0;
+}
+
 }  // namespace
 
 bool decode_applies(const AttentionProblem& problem) {
@@ -166,10 +175,10 @@ DecodeParams decode_params(const ForwardParams& params, const IndexViews& indice
   const int bucket = bucket_of(wider_head_dim(params));
   // Windows of equal size, so that warps get equal shares. Lanes take kLaneKeys neighbours each, or one key of
   // every 32.
-  const std::int64_t unit = decode.by_bytes ? kLaneKeys : 32;
+  const std::int64_t unit = decode.by_bytes ? kLaneKeys : 32, most = decode.by_bytes ? kMostWindow : kMostRuleWindow;
   const std::int64_t warp_keys =
       std::max<std::int64_t>(divide_up(decode_split_keys(params.keys, decode.by_splits), decode_warps(bucket)), 1);
-  const std::int64_t window = divide_up(warp_keys, divide_up(warp_keys, kMostWindow));
+  const std::int64_t window = divide_up(warp_keys, divide_up(warp_keys, most));
   decode.window = static_cast<std::int32_t>(divide_up(window, unit) * unit);
   if (splits > 1) {
     Arena arena(workspace);
@@ -186,7 +195,8 @@ cudaError_t launch_decode(const ForwardParams& params, const IndexViews& indices
   const std::int32_t splits = split_count({params.batch, params.key_heads, params.rows, params.group, params.keys,
                                            params.mask.defined() || params.visibility.begin.defined(), indices},
                                           processors);
-  const DecodeParams decode = decode_params(params, indices, splits, workspace);
+  DecodeParams decode = decode_params(params, indices, splits, workspace);
+  decode.begins_early = may_begin_early(decode, processors);
   const auto launch = [&](auto element) {
     using Element = decltype(element);
     return with_bucket(wider_head_dim(params),

@@ -1,10 +1,10 @@
 // Attention of a few query rows over many keys: bound by the reading of keys and values.
 //
 // All heads of a group and all query rows are the rows of one product, so that keys and values are read once. A block
-// owns a part of the keys (a split) and each of its warps a share of that: it lists the keys that some row sees,
-// gathers them by cp.async into tiles of its own, ahead of their use, and keeps sums of its own. The warps' sums are
-// put together at the end, those of the splits by a second kernel. Where rows have lists of keys, splits are striped
-// over all keys, and what precedes the tiles is a kernel of its own (decode_lists_kernel).
+// owns a part of the keys (a split). Its warps list the keys that some row sees together; then each gathers every
+// fourth tile of these by cp.async, ahead of its use, and keeps sums of its own. The warps' sums are put together at
+// the end, those of the splits by a second kernel. Where rows have lists of keys, splits are striped over all keys, and
+// what precedes the tiles is a kernel of its own (decode_lists_kernel).
 #pragma once
 
 #include "cuda/attention/fragments.cuh"
@@ -303,7 +303,7 @@ struct DecodeWarp {
     load_keys(1, next);
     if (kTwoOfValues) load_values(1, next);
     wait_copies<kTwoOfValues ? 4 : 3>();
-    __syncthreads();  // the queries are there
+    __syncthreads();  // the queries are there; all warps have asked for two tiles (KeyList)
     read_queries();
     float biases[kNTiles][4];
     if (__shfl_sync(~0u, now, 0) != 0) load_biases(biases, list.distance_of(now));
@@ -412,14 +412,15 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kFewRows>::kThreads,
                                   DecodeConfig<kHeadDim, kFewRows>::kBlocksPerProcessor)
     decode_kernel(const __grid_constant__ DecodeParams params) {
   using Config = DecodeConfig<kHeadDim, kFewRows>;
-  using List = KeyList<Config::kTileKeys, Config::kWarps>;
+  using List = KeyList<Config>;
   auto* shared = dynamic_shared<unsigned char>();
   __shared__ DecodeBlock block;
+  __shared__ typename List::State state;
   describe_block(params, false, block);
   auto* lists = reinterpret_cast<ListedKey*>(shared + Config::kTilesBytes + Config::kQueryBytes);
   // Made first, since it starts to read the mask.
   typename List::MaskBytes first_bytes;
-  List list(params, block, lists + threadIdx.x / 32 * Config::kListKeys, first_bytes);
+  List list(params, block, state, lists, first_bytes);
   DecodeWarp<Element, kHeadDim, kFewRows> own(params, block, shared);
   own.load_queries();
   list.start(first_bytes);
@@ -444,7 +445,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kFewRows>::kThreads,
   // While the first entries are on their way.
   const auto load_queries = [&] { own.load_queries(); };
   while (keys.find_next(load_queries)) {
-    typename Union::List list = keys.list_of_warp();
+    typename Union::List list = keys.found();
     own.run(list);
   }
   wait_copies<0>();  // of queries, if no key was found
@@ -457,7 +458,7 @@ cudaError_t launch_splits(const DecodeParams& params, cudaStream_t stream) {
   const std::int64_t blocks = std::int64_t{params.batch} * params.key_heads * params.row_tiles * params.splits;
   auto* kernel = params.indices.defined() ? decode_lists_kernel<Element, kHeadDim, kFewRows>
                                           : decode_kernel<Element, kHeadDim, kFewRows>;
-  return launch_blocks(kernel, {blocks, Config::kThreads, Config::kSharedBytes}, stream, params);
+  return launch_blocks(kernel, {blocks, Config::kThreads, Config::kSharedBytes, params.begins_early}, stream, params);
 }
 
 template <typename Element, int kHeadDim>

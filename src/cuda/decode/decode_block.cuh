@@ -5,6 +5,7 @@
 
 #include "cuda/decode/config.h"
 #include "cuda/plan/visibility.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
@@ -24,7 +25,8 @@ struct DecodeBlock {
   __device__ std::int32_t head(int m) const { return heads[m]; }
 };
 
-// By all threads; leaves a barrier behind. `has_lists`: the split's keys lie anywhere.
+// By all threads, before they read what other kernels may have written; leaves a barrier behind. `has_lists`: the
+// split's keys lie anywhere.
 __device__ inline void describe_block(const DecodeParams& params, bool has_lists, DecodeBlock& block) {
   unsigned index = blockIdx.x;
   const auto take = [&](const Divisor& count) {
@@ -52,6 +54,7 @@ __device__ inline void describe_block(const DecodeParams& params, bool has_lists
                                                          batch * mask.batch_stride + entry * mask.head_stride
                                                    : nullptr;
   }
+  wait_for_kernels_before();
   if (thread == 32) {
     block.batch = batch, block.key_head = key_head, block.split = split, block.first = first;
     block.count = min(params.rows * params.group - first, kDecodeRows);

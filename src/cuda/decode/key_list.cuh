@@ -1,4 +1,4 @@
-// The keys of a split that some row of the block sees, found by one warp as it goes.
+// The keys of a split that some row of the block sees, found by its warps together as they go.
 #pragma once
 
 #include <cstdint>
@@ -61,68 +61,68 @@ __device__ inline void add_row(const DecodeParams& params, const DecodeBlock& bl
   for (int i = 0; i < kKeys; ++i) words[i] |= std::uint32_t{seen[i]} << m;
 }
 
-// Lists the keys of the window that begins at `first_key` after the `count` that are listed; returns how many there are
-// then. Any rules: every row of the block is asked for every key.
-__device__ inline int list_by_rules(const DecodeParams& params, const DecodeBlock& block, int first_key,
-                                    ListedKey* entries, int count) {
-  constexpr int kKeys = 4;  // of a lane at once, so that their reads overlap
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 1
-  for (int offset = 0; offset < params.window; offset += 32 * kKeys) {
-    std::uint32_t words[kKeys] = {};
-    const int first = first_key + offset + lane;
-    const int end = min(block.end, first_key + params.window);
-    const int asked = params.uniform ? 1 : block.count;
-#pragma unroll 1
-    for (int m = 0; m < asked; ++m) add_row(params, block, first, end, m, words);
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) {
-      if (params.uniform && words[i] != 0) words[i] = kAllRows;
-      const std::uint32_t seen = __ballot_sync(~0u, words[i] != 0);
-      if (words[i] != 0) {
-        entries[count + __popc(seen & ((1u << lane) - 1))] =
-            static_cast<std::uint32_t>(first + 32 * i - block.begin) | words[i] << 16;
-      }
-      count += __popc(seen);
-    }
-  }
-  return count;
-}
-
-// Windows of keys go to the warps of a block by turns. Keys come in tiles of kTileKeys, and the mask is read four to
-// eight windows ahead: the reads wait behind those of keys and values.
-template <int kTileKeys, int kWarps>
+// Warps look for keys in windows, which they take by turns, and the keys that they find are numbered together, in an
+// order that depends on nothing but the keys. Tiles of kTileKeys neighbours in that order go to warps by turns, so that
+// none has more than one tile more to attend than another: chance gives some warps' windows a third more keys than
+// others'. A mask is read four to eight windows ahead: the reads wait behind those of keys and values.
+template <typename Config>
 class KeyList {
+  static constexpr int kWarps = Config::kWarps, kTileKeys = Config::kTileKeys;
+  static constexpr int kRowKeys = kWarps * kTileKeys;  // of one tile for each warp
   static_assert(kTileKeys <= 32);
 
  public:
   static constexpr int kBatch = 4;  // windows of which the mask is read at once
   using MaskBytes = uint2[kBatch];
+  // Found keys until they are handed out: those of a window for each warp, and an incomplete row of tiles.
+  static constexpr int kMostFound = kWarps * kMostWindow, kEntries = kWarps * Config::kListKeys;
+  static_assert(kEntries >= kMostFound + kRowKeys - 1 && kEntries % kRowKeys == 0);
+  struct State {
+    std::uint32_t found[kWarps];
+  };
 
-  // `entries`: kMostWindow + kTileKeys in shared memory.
-  __device__ KeyList(const DecodeParams& params, const DecodeBlock& block, ListedKey* entries, MaskBytes& first_bytes)
-      : params_(params), block_(block), entries_(entries), lane_(static_cast<int>(threadIdx.x) % 32) {
-    next_ = block.begin + static_cast<int>(threadIdx.x) / 32 * params.window;
-    if (!params.by_bytes) return;
-    // Lanes read whole aligned pieces of the mask: the first window begins before the split, if need be.
-    if (params.mask.defined()) {
+  // `entries`: kEntries in shared memory.
+  __device__ KeyList(const DecodeParams& params, const DecodeBlock& block, State& state, ListedKey* entries,
+                     MaskBytes& first_bytes)
+      : params_(params),
+        block_(block),
+        state_(state),
+        entries_(entries),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        next_(block.begin) {
+    if (has_all_keys()) {
+      next_ = block.end;
+      found_ = block.end - block.begin;
+    } else if (params.by_bytes) {
+      // Lanes read whole aligned pieces of the mask: the first window begins before the split, if need be.
       next_ -= static_cast<int>((reinterpret_cast<std::uintptr_t>(block.mask) + block.begin) % kLaneKeys);
+      load_bytes(first_bytes, 0);
+      load_bytes(later_bytes_, kBatch);
     }
-    load_bytes(first_bytes, 0);
-    load_bytes(later_bytes_, kBatch);
   }
 
   // Before the first tile. `first_bytes` as the constructor left them: other work fits in between.
   __device__ void start(const MaskBytes& first_bytes) {
-    if (params_.by_bytes) take_bytes(first_bytes);
+    if (params_.by_bytes && !has_all_keys()) take_bytes(first_bytes);
   }
 
-  // The next tile: lane l has its key l, or 0. All are 0 when there is none.
+  // The warp's next tile: lane l has its key l, or 0. All are 0 when there is none. To be called by all warps the same
+  // number of times until they have got none: some calls wait for the other warps.
   __device__ ListedKey next_tile() {
-    while (left_ < kTileKeys && next_ < block_.end) look_through_window();
-    const int taken = min(left_, kTileKeys);
-    left_ -= taken;
-    return lane_ < taken ? entries_[left_ + lane_] : 0;
+    while (found_ < handed_out_ + kRowKeys && next_ < block_.end) {
+      if (params_.by_bytes) {
+        find_by_bytes();
+      } else {
+        find_by_rules();
+      }
+    }
+    const int in_row = warp_ * kTileKeys + lane_, number = handed_out_ + in_row;
+    handed_out_ += kRowKeys;
+    const int place = row_place_ + in_row;
+    row_place_ = row_place_ + kRowKeys == kEntries ? 0 : row_place_ + kRowKeys;
+    if (lane_ >= kTileKeys || number >= found_) return 0;
+    return has_all_keys() ? static_cast<ListedKey>(number) | kAllRows << 16 : entries_[place];
   }
 
   // How far a key is from block.begin; -1 for no key.
@@ -131,36 +131,43 @@ class KeyList {
   }
 
  private:
-  __device__ void look_through_window() {
-    __syncwarp();  // entries that were handed out are read
-    if (params_.by_bytes) {
-      list_by_bytes();
-    } else {
-      left_ = list_by_rules(params_, block_, next_, entries_, left_);
-      next_ += kWarps * params_.window;
-    }
-    __syncwarp();
+  // Nothing hides any: they are not listed.
+  __device__ bool has_all_keys() const { return params_.by_bytes && !params_.mask.defined(); }
+  __device__ int windows_stride() const { return kWarps * params_.window; }
+  // The lane's first key of the window `ahead` after the warp's next.
+  __device__ int first_of_lane(int ahead) const {
+    return next_ + warp_ * params_.window + ahead * windows_stride() + lane_ * kLaneKeys;
   }
 
-  // The bytes of the lane's keys in the window that begins at `window`; those of keys outside the split may be
-  // anything.
-  __device__ uint2 load_bytes(int window) const {
-    const int first = window + lane_ * kLaneKeys;
-    if (lane_ * kLaneKeys >= params_.window || first >= block_.end || first + kLaneKeys <= block_.begin) return {0, 0};
-    if (!params_.mask.defined()) return {~0u, ~0u};
-    const std::uint8_t* bytes = block_.mask + first;
-    if (first >= 0 && first + kLaneKeys <= params_.keys) return __ldg(reinterpret_cast<const uint2*>(bytes));
-    std::uint64_t words = 0;
-#pragma unroll 1
-    for (int i = max(block_.begin - first, 0); i < min(block_.end - first, kLaneKeys); ++i) {
-      words |= std::uint64_t{bytes[i]} << (8 * i);
-    }
-    return {static_cast<std::uint32_t>(words), static_cast<std::uint32_t>(words >> 32)};
-  }
-  // Those of the windows `ahead`, ahead + 1, ... after the next.
+  // The bytes of the lane's keys in the windows `ahead`, ahead + 1, ... after the next; those of keys outside the split
+  // may be anything.
   __device__ void load_bytes(MaskBytes& bytes, int ahead) const {
+    const int first = first_of_lane(ahead), stride = windows_stride();
+    const auto is_wanted = [&](int key) {
+      return lane_ * kLaneKeys < params_.window && key < block_.end && key + kLaneKeys > block_.begin;
+    };
+    const auto is_inside = [&](int key) { return key >= 0 && key + kLaneKeys <= params_.keys; };
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) bytes[i] = load_bytes(next_ + (ahead + i) * kWarps * params_.window);
+    for (int i = 0; i < kBatch; ++i) {
+      const int key = first + i * stride;
+      bytes[i] = make_uint2(0, 0);
+      if (is_wanted(key) && is_inside(key)) bytes[i] = __ldg(reinterpret_cast<const uint2*>(block_.mask + key));
+    }
+    // Pieces that reach beyond the mask. Asked for all together, as hardly any batch has one.
+    const int begin = next_ + ahead * stride,
+              end_of_pieces = block_.end + (kLaneKeys - 1) - (block_.end - next_ + kLaneKeys - 1) % kLaneKeys;
+    if (begin >= 0 && min(begin + kBatch * stride, end_of_pieces) <= params_.keys) return;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int key = first + i * stride;
+      if (!is_wanted(key) || is_inside(key)) continue;
+      std::uint64_t words = 0;
+#pragma unroll 1
+      for (int j = max(block_.begin - key, 0); j < min(block_.end - key, kLaneKeys); ++j) {
+        words |= std::uint64_t{block_.mask[key + j]} << (8 * j);
+      }
+      bytes[i] = make_uint2(static_cast<std::uint32_t>(words), static_cast<std::uint32_t>(words >> 32));
+    }
   }
 
   // What the bytes of the windows from next_ on say.
@@ -169,51 +176,117 @@ class KeyList {
     seen_ = 0;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int first = next_ + i * kWarps * params_.window + lane_ * kLaneKeys;
-      const std::uint32_t seen = nonzero_bytes(bytes[i].x) | nonzero_bytes(bytes[i].y) << 4;
-      seen_ |= (seen & bit_range(block_.begin - first, block_.end - first)) << (kLaneKeys * i);
+      seen_ |= (nonzero_bytes(bytes[i].x) | nonzero_bytes(bytes[i].y) << 4) << (kLaneKeys * i);
     }
     windows_ = kBatch;
+    // Whether there is a piece with keys before the split, or after it.
+    if (next_ >= block_.begin && (block_.end - next_) % kLaneKeys == 0) return;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int first = first_of_lane(i);
+      const std::uint32_t missing = ~bit_range(block_.begin - first, block_.end - first) & ((1u << kLaneKeys) - 1);
+      seen_ &= ~(missing << (kLaneKeys * i));
+    }
   }
 
-  // One window, or all that are known if the list has room for their keys.
-  __device__ void list_by_bytes() {
+  // Says how many keys the warp has found, and returns how many those before it have, and all. A barrier: what has been
+  // handed out is read.
+  __device__ uint2 exchange_found(std::uint32_t count) {
+    if (lane_ == 0) state_.found[warp_] = count;
+    __syncthreads();
+    uint2 before_and_all = make_uint2(0, 0);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const std::uint32_t of_warp = state_.found[w];
+      if (w < warp_) before_and_all.x += of_warp;
+      before_and_all.y += of_warp;
+    }
+    return before_and_all;
+  }
+  // Lists a key as the one of this number among those of this time.
+  __device__ void put(int number, ListedKey key) const {
+    const int place = found_place_ + number;
+    entries_[place >= kEntries ? place - kEntries : place] = key;
+  }
+  // Once all warps have put theirs, this many together.
+  __device__ void end_finding(int count) {
+    found_ += count;
+    found_place_ += count;
+    if (found_place_ >= kEntries) found_place_ -= kEntries;
+    __syncthreads();
+  }
+
+  // In all windows that are known or, if there is no room for so many, in one for each warp.
+  __device__ void find_by_bytes() {
     if (windows_ == 0) {
       take_bytes(later_bytes_);
       load_bytes(later_bytes_, kBatch);
     }
-    const bool all = __reduce_add_sync(~0u, static_cast<unsigned>(__popc(seen_))) <= kMostWindow;
-    std::uint32_t seen = all ? seen_ : seen_ & ((1u << kLaneKeys) - 1);
-    const int first = next_ - block_.begin + lane_ * kLaneKeys, stride = kWarps * params_.window;
-    const int windows = all ? windows_ : 1;
+    // How many are in the known windows and, in the upper half, how many in the first.
+    constexpr std::uint32_t kOneWindow = (1u << kLaneKeys) - 1;
+    const auto own = static_cast<std::uint32_t>(__popc(seen_) | __popc(seen_ & kOneWindow) << 16);
+    std::uint32_t until = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const std::uint32_t before = __shfl_up_sync(~0u, until, step);
+      if (lane_ >= step) until += before;
+    }
+    const uint2 before_and_all = exchange_found(__shfl_sync(~0u, until, 31));
+    const bool all = (before_and_all.y & 0xffff) <= kMostFound;
+    const auto chosen = [&](std::uint32_t counts) { return static_cast<int>(all ? counts & 0xffff : counts >> 16); };
+    int number = chosen(before_and_all.x + until - own);
+    std::uint32_t seen = all ? seen_ : seen_ & kOneWindow;
+    const int first = first_of_lane(0) - block_.begin, stride = windows_stride(), windows = all ? windows_ : 1;
+#pragma unroll 1
+    for (; seen != 0; seen &= seen - 1) {
+      const int bit = __ffs(static_cast<int>(seen)) - 1;
+      put(number++, static_cast<std::uint32_t>(first + bit / kLaneKeys * stride + bit % kLaneKeys) | kAllRows << 16);
+    }
     seen_ = all ? 0 : seen_ >> kLaneKeys;
     windows_ -= windows;
     next_ += windows * stride;
-    if (__all_sync(~0u, seen == 0)) return;
-    // Where the lane's keys begin: behind the keys of the lanes before.
-    const int count = __popc(seen);
-    int until = count;
+    end_finding(chosen(before_and_all.y));
+  }
+
+  // Any rules, in one window for each warp: every row of the block is asked for every key.
+  __device__ void find_by_rules() {
+    constexpr int kKeys = kMostRuleWindow / 32;  // of a lane at once, so that their reads overlap
+    std::uint32_t words[kKeys] = {};
+    const int window = next_ + warp_ * params_.window, first = window + lane_;
+    const int end = min(block_.end, window + params_.window);
+    const int asked = params_.uniform ? 1 : block_.count;
+#pragma unroll 1
+    for (int m = 0; m < asked; ++m) add_row(params_, block_, first, end, m, words);
+    std::uint32_t seen[kKeys];
+    int count = 0;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(~0u, until, step);
-      if (lane_ >= step) until += before;
+    for (int i = 0; i < kKeys; ++i) {
+      seen[i] = __ballot_sync(~0u, words[i] != 0);
+      count += __popc(seen[i]);
     }
-    ListedKey* target = entries_ + left_ + until - count;
-    while (seen != 0) {
-      const int bit = __ffs(static_cast<int>(seen)) - 1;
-      *target++ = static_cast<std::uint32_t>(first + bit / kLaneKeys * stride + bit % kLaneKeys) | kAllRows << 16;
-      seen &= seen - 1;
+    const uint2 before_and_all = exchange_found(static_cast<std::uint32_t>(count));
+    int number = static_cast<int>(before_and_all.x);
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      if (words[i] != 0) {
+        put(number + __popc(seen[i] & ((1u << lane_) - 1)),
+            static_cast<std::uint32_t>(first + 32 * i - block_.begin) | (params_.uniform ? kAllRows : words[i]) << 16);
+      }
+      number += __popc(seen[i]);
     }
-    left_ += __shfl_sync(~0u, until, 31);
+    next_ += windows_stride();
+    end_finding(static_cast<int>(before_and_all.y));
   }
 
   const DecodeParams& params_;
   const DecodeBlock& block_;
+  State& state_;
   ListedKey* entries_;
-  int lane_;
-  int next_;                // first key of the warp's next window
-  int left_ = 0;            // entries that are still to hand out, from the last to the first
-  std::uint32_t seen_ = 0;  // bits of the lane's keys in this many windows, the next one lowest
+  int warp_, lane_;
+  int next_;                            // first key of the block's next windows
+  int found_ = 0, found_place_ = 0;     // keys so far, and where the next one is put: modulo kEntries
+  int handed_out_ = 0, row_place_ = 0;  // of these, complete rows of tiles; where the next row is
+  std::uint32_t seen_ = 0;              // bits of the lane's keys in this many windows, the next one lowest
   int windows_ = 0;
   MaskBytes later_bytes_ = {};  // of the windows after those
 };

@@ -20,20 +20,26 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Keys that have been found, a warp's part. As KeyList it hands out tiles.
-template <int kTileKeys>
+// Keys that have been found. As KeyList it hands out tiles, to warps by turns.
+template <int kTileKeys, int kWarps>
 class FoundKeys {
  public:
   // Entries are stripes, counted from `first_stripe`.
   __device__ FoundKeys(const DecodeParams& params, const DecodeBlock& block, std::int32_t first_stripe,
                        const ListedKey* entries, int count)
-      : params_(params), block_(block), first_stripe_(first_stripe), entries_(entries), left_(count) {}
+      : params_(params),
+        block_(block),
+        first_stripe_(first_stripe),
+        entries_(entries + static_cast<int>(threadIdx.x) / 32 * kTileKeys),
+        left_(count - static_cast<int>(threadIdx.x) / 32 * kTileKeys) {}
 
   // The next tile: lane l has its key l, or 0. All are 0 when there is none.
   __device__ ListedKey next_tile() {
-    const int lane = static_cast<int>(threadIdx.x) % 32, taken = min(left_, kTileKeys);
-    left_ -= taken;
-    return lane < taken ? entries_[left_ + lane] : 0;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const ListedKey key = lane < min(left_, kTileKeys) ? entries_[lane] : 0;
+    entries_ += kWarps * kTileKeys;
+    left_ -= kWarps * kTileKeys;
+    return key;
   }
 
   // How far a key is from block.begin; -1 for no key.
@@ -46,8 +52,8 @@ class FoundKeys {
   const DecodeParams& params_;
   const DecodeBlock& block_;
   std::int32_t first_stripe_;
-  const ListedKey* entries_;
-  int left_;
+  const ListedKey* entries_;  // those of the warp's next tile
+  int left_;                  // from these on
 };
 
 template <typename Config>
@@ -55,7 +61,7 @@ class KeyUnion {
   static constexpr int kThreads = Config::kThreads, kWarps = Config::kWarps;
 
  public:
-  using List = FoundKeys<Config::kTileKeys>;
+  using List = FoundKeys<Config::kTileKeys, kWarps>;
   static constexpr int kRoundKeys = kWarps * Config::kListKeys;
   static constexpr int kRangeStripes = 1 << 16, kRangeWords = kRangeStripes / 32;
   static_assert(2 * kRangeWords * sizeof(std::uint32_t) <= Config::kTilesBytes);
@@ -105,11 +111,7 @@ class KeyUnion {
     }
   }
 
-  // The warp's part of them.
-  __device__ List list_of_warp() const {
-    const int warp = thread_ / 32, share = (found_ + kWarps - 1) / kWarps, begin = min(warp * share, found_);
-    return List(params_, block_, range_, entries_ + begin, min(share, found_ - begin));
-  }
+  __device__ List found() const { return List(params_, block_, range_, entries_, found_); }
 
  private:
   static constexpr std::int32_t kNone = -1;

@@ -107,14 +107,15 @@ def differentiated(step: Tensor, case: Case, mask: KeyIntervals | None) -> Tenso
     return torch.autograd.grad(out, query, step)[0]
 
 
-@pytest.mark.parametrize("work", ["decode", "selection", "backward", "backward of a plan"])
+@pytest.mark.parametrize("work", ["decode", "decode by a mask", "selection", "backward", "backward of a plan"])
 def test_calls_wait_for_the_one_before(work: str) -> None:
     """Their first kernels may begin while its last one ends. Each takes what the one before has made, nothing between
     them."""
-    rows, steps = 1 if work == "decode" else 1500, 12
+    rows, steps = 1 if work.startswith("decode") else 1500, 12
     case = make_case(2, 4, 2, rows, 1500, 64)
     positions = torch.arange(1500, 1500 + steps, dtype=torch.int32)[:, None].repeat(1, 2)
     window = KeyIntervals.sliding_window(300, 0, 1500, 1500) if work == "backward of a plan" else None
+    mask = (torch.arange(1500) % 3 == 0).view(1, 1, 1, 1500)
 
     def last_of_chain(finish: Callable[[], None]) -> Tensor:
         kept = KeptKeys.from_scores(torch.linspace(-1, 1, 6000, dtype=case.query.dtype).view(2, 2, 1500), 700)
@@ -123,6 +124,8 @@ def test_calls_wait_for_the_one_before(work: str) -> None:
             finish()
             if work == "decode":
                 step = decoded(step, case, kept, position)
+            elif work == "decode by a mask":
+                step = attention(step, case.key, case.value, mask=mask, scale=2)
             else:
                 step = selected(step, case) if work == "selection" else differentiated(step, case, window)
         return step
