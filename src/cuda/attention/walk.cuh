@@ -84,9 +84,7 @@ struct PlannedTiles {
       key_mask = at(visibility.key_mask, std::uint8_t());
       packed_words = nullptr;
       if (visibility.packed.defined()) {
-        packed_words = visibility.packed.words +
-                       visibility.packed.offset(batch, head, first_row / kChunkRows, 0) * kChunkWords +
-                       first_row % kChunkRows / kWordRows;
+        packed_words = visibility.packed.words_at(visibility.packed.offset(batch, head, 0, 0), first_row, 0);
       }
       key_bias = nullptr;
       if (!kRowBias && params.bias.dtype == DType::kFloat32) {
@@ -190,7 +188,7 @@ struct PlannedTiles {
       copy_async_4(shared_address(&end[slot]), ends + key * visibility.end.key_stride, true);
     }
     if (!full && packed_words != nullptr) {
-      const std::uint32_t* words = packed_words + key * visibility.packed.key_stride * kChunkWords;
+      const std::uint32_t* words = packed_words + std::int64_t{key} * visibility.packed.key_stride * kBandWords;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) copy_async_4(shared_address(&packed[slot][word]), words + word, true);
     }

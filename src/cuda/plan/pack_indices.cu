@@ -13,6 +13,7 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr int kUnitWords = kUnitRows / kWordRows;
+constexpr int kBandUnits = kBandRows / kUnitRows;
 static_assert(kUnitWords == 2);  // what a block writes of a key is 8 bytes
 
 // A block packs a strip of keys of one unit of rows in shared memory, where bits are set in any order, and writes it
@@ -34,7 +35,7 @@ struct ListShape {
   bool is_causal;
   std::uint32_t heads, chunks, strips;  // packed heads
   std::int64_t head_divisor;            // query heads of each
-  std::uint32_t* words;                 // (batches, heads, chunks, keys, kChunkWords)
+  std::uint32_t* words;                 // (batches, heads, chunks, kChunkBands, keys, kBandWords)
   std::uint32_t* units;                 // (batches, heads, chunks, keys), zeros
 };
 
@@ -107,13 +108,15 @@ __global__ __launch_bounds__(Strip::kThreads,
   };
   const std::uint32_t missing_low = missing(0), missing_high = missing(1);
   const std::int64_t first_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys + first_key;
+  const std::int64_t band_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys * kChunkBands +
+                                  unit / kBandUnits * std::int64_t{shape.keys} + first_key;
+  std::uint32_t* unit_words = shape.words + band_entry * kBandWords + unit % kBandUnits * kUnitWords;
   for (std::int32_t key = threadIdx.x; key < keys; key += Strip::kThreads) {
     const std::uint32_t low = words[key], high = words[Strip::kKeys + key];
-    const std::int64_t entry = first_entry + key;
-    *reinterpret_cast<uint2*>(shape.words + entry * kChunkWords + unit * kUnitWords) = {low, high};
+    *reinterpret_cast<uint2*>(unit_words + std::int64_t{key} * kBandWords) = {low, high};
     const bool any = (low | high) != 0, all = ((low | missing_low) & (high | missing_high)) == ~0u;
     const std::uint32_t bits = (any ? 1u << unit : 0) | (all ? 1u << (kChunkUnits + unit) : 0);
-    if (bits != 0) atomicOr(shape.units + entry, bits);
+    if (bits != 0) atomicOr(shape.units + first_entry + key, bits);
   }
 }
 

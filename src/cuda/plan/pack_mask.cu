@@ -35,7 +35,7 @@ struct PackShape {
   std::int64_t batch_stride, head_stride, row_stride, key_stride;
   std::int64_t rows, keys;  // rows of the problem, distinct keys of the mask
   std::uint32_t heads, chunks, strips;
-  std::uint32_t* words;  // (batches, heads, chunks, keys, kChunkWords)
+  std::uint32_t* words;  // (batches, heads, chunks, kChunkBands, keys, kBandWords)
   std::uint32_t* units;  // (batches, heads, chunks, keys)
 };
 
@@ -162,13 +162,16 @@ __global__ __launch_bounds__(32 * kPackWarps,
   std::uint32_t words[kLaneWords][kLaneKeys] = {};
   pack_rows<kAccess>(shape, entries, rows, first_key, words);
 
-  // Words are gathered first, so that the words of a key, a line of memory, are written at once: where warps write
-  // theirs when they have them, reading is slowed down. Their order within a key is such that a warp's keys are in all
-  // banks.
+  // Words are gathered first, so that lines of memory are written at once: where warps write theirs when they have
+  // them, reading is slowed down. Their order within a key is such that eight lanes' keys, which are kLaneKeys apart,
+  // and eight neighbours are in different banks.
   __shared__ uint4 s_words[kStripKeys * kPackWarps];
   // Of each key two bits for its units with a visible row, and two for those without a hidden one.
   __shared__ std::uint8_t s_units[kPackWarps][kStripKeys];
-  const auto staged = [](int key, int part) { return key * kPackWarps + (part ^ key / kLaneKeys % kPackWarps); };
+  static_assert(kWarpRows == kBandRows && kPackWarps == 8 && kLaneKeys == 4);
+  const auto staged = [](int key, int band) {
+    return key * kPackWarps + (band ^ key / kLaneKeys % kPackWarps ^ key % kLaneKeys * 2);
+  };
   const auto missing = [&](int word) { return rows_past_last(rows, word); };
 #pragma unroll
   for (int k = 0; k < kLaneKeys; ++k) {
@@ -184,9 +187,10 @@ __global__ __launch_bounds__(32 * kPackWarps,
   }
   __syncthreads();
   const int keys = static_cast<int>(min(shape.keys - strip_key, std::int64_t{kStripKeys}));
-  uint4* strip_words = reinterpret_cast<uint4*>(shape.words + (first_entry + strip_key) * kChunkWords);
-  for (int i = threadIdx.x; i < keys * kPackWarps; i += 32 * kPackWarps) {
-    strip_words[i] = s_words[staged(i / kPackWarps, i % kPackWarps)];
+  auto* chunk_words = reinterpret_cast<uint4*>(shape.words + first_entry * kChunkWords);
+  for (int i = threadIdx.x; i < kChunkBands * kStripKeys; i += 32 * kPackWarps) {
+    const int band = i / kStripKeys, key = i % kStripKeys;
+    if (key < keys) chunk_words[band * shape.keys + strip_key + key] = s_words[staged(key, band)];
   }
   if (threadIdx.x < keys) {
     std::uint32_t units = 0;
@@ -252,15 +256,16 @@ __global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const 
         word |= (__ldg(column + lane * kWordRows + row) != 0 ? 1u : 0u) << row;
       }
     }
-    const std::int64_t entry = (plane * shape.chunks + chunk) * shape.keys + key;
-    shape.words[entry * kChunkWords + lane] = word;
+    const std::int64_t first_entry = (plane * shape.chunks + chunk) * shape.keys;
+    shape.words[first_entry * kChunkWords + (lane / kBandWords * shape.keys + key) * kBandWords + lane % kBandWords] =
+        word;
     // Half of the lanes see whether a unit has a visible row, the others whether it has no hidden one.
     const int first = 2 * (lane % kChunkUnits);
     const std::uint32_t shown = word | missing;
     const bool any = (__shfl_sync(0xffffffffu, word, first) | __shfl_sync(0xffffffffu, word, first + 1)) != 0;
     const bool all = (__shfl_sync(0xffffffffu, shown, first) & __shfl_sync(0xffffffffu, shown, first + 1)) == ~0u;
     const std::uint32_t units = __ballot_sync(0xffffffffu, lane < kChunkUnits ? any : all);
-    if (lane == 0) shape.units[entry] = units;
+    if (lane == 0) shape.units[first_entry + key] = units;
   }
 }
 
@@ -310,7 +315,7 @@ PackedMask packed_mask_at(const BroadcastView& mask, std::int64_t rows, std::int
   PackedMask packed;
   packed.words = arrays.words;
   packed.units = arrays.units;
-  packed.chunk_stride = distinct.keys;
+  packed.chunk_stride = static_cast<std::int32_t>(distinct.keys);
   packed.head_stride = distinct.heads > 1 ? chunks * distinct.keys : 0;
   packed.batch_stride = distinct.batches > 1 ? distinct.heads * chunks * distinct.keys : 0;
   packed.key_stride = distinct.keys > 1 ? 1 : 0;

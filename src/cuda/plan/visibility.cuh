@@ -65,22 +65,14 @@ __device__ inline std::uint32_t bit_range(std::int32_t begin, std::int32_t end) 
   return (~0u >> (32 - (end - begin))) << begin;
 }
 
-// Of a packed mask.
-template <bool kBrief>
-__device__ inline std::int64_t packed_offset(const PackedMask& packed, std::int32_t batch, std::int32_t head,
-                                             std::int32_t chunk, std::int32_t key) {
-  return head_offset<kBrief>(packed, batch, head) + chunk * packed.chunk_stride + key * packed.key_stride;
-}
-
 // Bit r: row first_row + r sees the key. `range` is its visible_rows; first_row is a multiple of kWordRows.
 template <bool kBrief = false>
 __device__ inline std::uint32_t visible_word(const Visibility& visibility, RowRange range, std::int32_t batch,
                                              std::int32_t head, std::int32_t key, std::int32_t first_row) {
   std::uint32_t word = bit_range(range.begin - first_row, range.end - first_row);
   if (word != 0 && visibility.packed.defined()) {
-    const std::int32_t chunk = first_row / kChunkRows;
-    word &= visibility.packed.words[packed_offset<kBrief>(visibility.packed, batch, head, chunk, key) * kChunkWords +
-                                    (first_row % kChunkRows) / kWordRows];
+    const PackedMask& packed = visibility.packed;
+    word &= *packed.words_at(head_offset<kBrief>(packed, batch, head), first_row, key);
   }
   return word;
 }
@@ -93,8 +85,9 @@ __device__ inline bool any_row_sees(const Visibility& visibility, RowRange range
   const PackedMask& packed = visibility.packed;
   if (range.begin >= range.end || !packed.defined()) return range.begin < range.end;
   for (std::int32_t chunk = max(first_chunk, range.begin / kChunkRows); chunk < end_chunk; ++chunk) {
-    const std::int64_t entry = packed_offset<kBrief>(packed, batch, head, chunk, key);
-    const std::uint32_t units = packed.units[entry];
+    const std::int64_t first = head_offset<kBrief>(packed, batch, head);
+    const std::uint32_t units =
+        packed.units[first + std::int64_t{chunk} * packed.chunk_stride + key * packed.key_stride];
     const std::int32_t begin = max(range.begin - chunk * kChunkRows, 0);
     const std::int32_t end = min(range.end - chunk * kChunkRows, kChunkRows);
     if (end <= begin) break;
@@ -103,7 +96,7 @@ __device__ inline bool any_row_sees(const Visibility& visibility, RowRange range
     // Units of which the range has a part.
     for (const std::int32_t unit : {begin / kUnitRows, (end - 1) / kUnitRows}) {
       for (std::int32_t row = unit * kUnitRows; row < (unit + 1) * kUnitRows; row += kWordRows) {
-        const std::uint32_t word = packed.words[entry * kChunkWords + row / kWordRows];
+        const std::uint32_t word = *packed.words_at(first, chunk * kChunkRows + row, key);
         if ((word & bit_range(begin - row, end - row)) != 0) return true;
       }
     }

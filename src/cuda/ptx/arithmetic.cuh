@@ -14,6 +14,10 @@ __device__ inline int recomputed(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+__device__ inline std::uint32_t recomputed(std::uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 template <typename T>
 __device__ inline T* recomputed(T* pointer) {
   asm volatile("" : "+l"(pointer));

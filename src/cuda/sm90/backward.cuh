@@ -32,6 +32,7 @@
 #include "cuda/sm90/query_turns.cuh"
 #include "cuda/sm90/split_backward_consumer.cuh"
 #include "cuda/sm90/step_facts.cuh"
+#include "cuda/sm90/words_ahead.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
@@ -64,16 +65,6 @@ struct BackwardBlock {
     std::int32_t key[kTileKeys];                // -1: none, or no row sees it, and the tile holds zeros
   };
 
-  // Words of a packed mask for kAheadRows rows, 32 bytes of memory a key, which are read at once: a warp's read takes
-  // as long for few bytes of a key's line as for more, and several steps have some of them.
-  static constexpr int kAheadRows = 256, kAheadPieces = kAheadRows / (4 * kWordRows);
-  struct AheadWords {
-    static constexpr int kKeys = Config::kReadsWordsAhead ? kTileKeys : 1;
-    const std::uint32_t* of_key[kKeys];  // in global memory, from the first chunk on; null: there are none
-    uint4 words[kAheadPieces][kKeys];
-    int part[Config::kProducerWarps];  // which kAheadRows rows these are, for each warp's keys
-  };
-
   struct Shared {
     Pipeline<kStages> steps;
     Pipeline<1> keys;                                          // of a work, and its values
@@ -85,7 +76,7 @@ struct BackwardBlock {
     Work works[2];                                // that of the consumers, and the next one
     std::uint32_t taken[Config::kProducerWarps];  // works, of each of them
     RowRange range[kTileKeys];
-    AheadWords ahead;
+    WordsAhead<Config> words;
     float bias[kTileKeys];  // of the head of the consumers' step, if it is the same for every row
     Walk walks[Config::kProducerWarps];
     // Of steps that are met once, by number: read when those after them are under way, and their stages used again.
@@ -257,12 +248,10 @@ struct BackwardBlock {
     const int column = warp * kWarpKeys + lane;
     work.key[column] = visible ? key : -1;
     shared.range[column] = range;
-    if constexpr (kReadsWordsAhead) {
-      const PackedMask& packed = params.visibility.packed;
-      const bool has_words = visible && packed.defined();
+    if constexpr (kPlanned) {
       // The same for all heads of the work.
-      const std::int64_t entry = has_words ? packed_offset<true>(packed, block.batch, block.first_head, 0, key) : 0;
-      shared.ahead.of_key[column] = has_words ? packed.words + entry * kChunkWords : nullptr;
+      const PackedMask& packed = params.visibility.packed;
+      shared.words.set_key(packed, head_offset<true>(packed, block.batch, block.first_head), key, column, visible);
     }
   }
 
@@ -392,10 +381,7 @@ struct BackwardBlock {
     walk.start(params, work.block, work.existing);
     if (recomputed(warp) == 0 && lane == 0) shared.head = -1;
     bool exists = true, has_keys = false;
-    if constexpr (kReadsWordsAhead) {
-      if (lane == 0) shared.ahead.part[warp] = -1;
-      __syncwarp();
-    }
+    if constexpr (kReadsWordsAhead) shared.words.begin_work(warp, lane);
 #pragma unroll 1
     while (exists) {
       Step step = walk.next(params, work.block, work.existing);
@@ -408,7 +394,9 @@ struct BackwardBlock {
       Facts& facts = shared.facts[at.stage];
       // Tested anew each time: there are no predicates to keep it in.
       const int full = exists && is_full(work, step) ? 1 : 0;
-      if (kReadsWordsAhead && exists && recomputed(full) == 0) read_ahead(warp, lane, step.first_row());
+      if (kReadsWordsAhead && exists && recomputed(full) == 0) {
+        shared.words.read(params.visibility.packed, warp, lane, step.first_row());
+      }
       wait_or_say(shared.steps.empty[at.stage], at.parity ^ 1);
       if (recomputed(warp) == 0) {
         if (lane == 0) {
@@ -485,54 +473,23 @@ struct BackwardBlock {
     return true;
   }
 
-  // By a warp, of its keys: the words of a packed mask for the rows from `first_row` on, unless they are there. Two
-  // lanes take a key. They are on their way while the warp waits for a stage.
-  __device__ void read_ahead(int warp, int lane, int first_row) const {
-    const PackedMask& packed = params.visibility.packed;
-    const int part = first_row / kAheadRows;
-    if (!packed.defined() || part == shared.ahead.part[warp]) return;
-    static_assert(kAheadPieces == 2 && kChunkRows % kAheadRows == 0 && kAheadRows % kTileRows == 0);
-    const std::int64_t offset = first_row / kChunkRows * packed.chunk_stride * kChunkWords +
-                                part % (kChunkRows / kAheadRows) * (kAheadRows / kWordRows);
-    __syncwarp();  // those before are read
-    if (lane == 0) shared.ahead.part[warp] = part;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int column = warp * kWarpKeys + half * 16 + lane / 2, piece = lane % 2;
-      const std::uint32_t* words = shared.ahead.of_key[column];
-      if (words == nullptr) continue;
-      copy_async_16(shared_address(&shared.ahead.words[piece][column]), words + offset + piece * 4, true);
-    }
-    commit_copies();
-  }
-
   // Of a step: of each word what its rows see of the column's key.
   __device__ void make_words(const Work& work, const Step& step, int column, Facts& facts) const {
     const std::int32_t key = work.key[column];
-    const RowRange range = shared.range[column];
-    const bool is_packed = kReadsWordsAhead && params.visibility.packed.defined();
-    if (is_packed) {
-      wait_copies<0>();
-      __syncwarp();
-    }
+    const PackedMask& packed = params.visibility.packed;
+    const bool is_packed = kPlanned && packed.defined();
+    if (kReadsWordsAhead && is_packed) wait_copies<0>();
 #pragma unroll
     for (int word = 0; word < Config::kWords; ++word) {
       const int row = step.first_row() + word * kWordRows;
-      const auto visible = [&] {
-        if constexpr (kReadsWordsAhead) {
-          const std::uint32_t rows = bit_range(range.begin - row, range.end - row);
-          return is_packed ? rows & word_ahead(column, row) : rows;
-        } else {
-          return visible_word<true>(params.visibility, range, work.block.batch, step.head, key, row);
-        }
-      };
-      facts.words[column][word] = key < 0 ? 0 : visible();
+      std::uint32_t seen = 0;
+      if (key >= 0) {
+        seen = is_packed ? shared.words.word(packed, column, row) : ~0u;
+        const RowRange range = shared.range[column];
+        seen &= bit_range(range.begin - row, range.end - row);
+      }
+      facts.words[column][word] = seen;
     }
-  }
-  __device__ std::uint32_t word_ahead(int column, int row) const {
-    const int word = row % kAheadRows / kWordRows;
-    return load_shared(shared_address(&shared.ahead.words[word / 4][column]) +
-                       word % 4 * static_cast<std::uint32_t>(sizeof(word)));
   }
 };
 

@@ -44,7 +44,7 @@ struct BackwardConfig {
   // next work up before consumers are told of the end of the one before, and whether words of a packed mask are read
   // for several steps at once.
   static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients,
-                        kReadsWordsAhead = !kSplitsGradients;
+                        kReadsWordsAhead = kHeadDim <= 192;
 
   // Whether consumers store their results as boxes; measured.
   static constexpr bool kStoresBoxes = kHeadDim == 64 || kHeadDim == 128;

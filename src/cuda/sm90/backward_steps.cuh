@@ -240,21 +240,29 @@ struct BackwardSteps {
 
   // Overwrites what belongs to hidden scores by 0.
   __device__ void hide(float (&fragment)[kRowNTiles][4]) const {
-    const std::uint32_t words = shared_address(&facts().words[key_column()]), shift = first_row();
+    static_assert(Config::kWords % 2 == 0);
+    const std::uint32_t words = shared_address(&facts().words[key_column()]);
 #pragma unroll
-    for (int key = 0; key < 2; ++key)
+    for (int first_word = 0; first_word < Config::kWords; first_word += 2) {
+      // A word has eight bits for the thread, two neighbours of every eight. Turned, those of four words stand side by
+      // side.
+      std::uint32_t seen = 0;
 #pragma unroll
-      for (int word = 0; word < Config::kWords; ++word) {
+      for (int part = 0; part < 4; ++part) {
+        const int key = part / 2, word = first_word + part % 2;
         // One after another: these loads stay in order, and take less registers.
-        const std::uint32_t shifted =
-            load_shared(words + (key * 8 * Config::kWords + word) * static_cast<std::uint32_t>(sizeof(word))) >> shift;
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-          for (int pair = 0; pair < 2; ++pair) {
-            if ((shifted & (1u << (8 * n + pair))) == 0) fragment[4 * word + n][2 * key + pair] = 0;
-          }
+        const std::uint32_t bits =
+            load_shared(words + (key * 8 * Config::kWords + word) * static_cast<std::uint32_t>(sizeof(word)));
+        const std::uint32_t own = 0x03030303u << (2 * part);
+        seen = (seen & ~own) | (__funnelshift_r(bits, bits, first_row() - 2 * part) & own);
       }
+      seen = recomputed(seen);  // as in the forward's hide_tile
+#pragma unroll
+      for (int bit = 0; bit < 32; ++bit) {
+        const int n = bit / 8, part = bit % 8 / 2, word = first_word + part % 2;
+        if ((seen & (1u << bit)) == 0) fragment[4 * word + n][2 * (part / 2) + bit % 2] = 0;
+      }
+    }
   }
 
   // The same once these are packed, two neighbouring rows at a time. Shifted, the words have the first row of each

@@ -139,6 +139,9 @@ struct ForwardScores {
       const std::uint32_t word = words[column_of(kFirst + n)], own = 0x01010101u << n;
       seen = (seen & ~own) | (__funnelshift_r(word, word, row) & own);
     }
+    // Seven bits at a time become predicates (R2P in the machine code), unless the compiler knows which words they come
+    // from: it tests them there then, one by one.
+    seen = recomputed(seen);
 #pragma unroll
     for (int bit = 0; bit < 32; ++bit) {
       if ((seen & (1u << bit)) == 0) scores[0][kFirst + bit % 8][2 * (bit / 8 % 2) + bit / 16] = -INFINITY;

@@ -84,9 +84,7 @@ __device__ inline void find_sources(const AttentionParams& params, const Work& w
   sources->key_mask = at(visibility.key_mask, std::uint8_t());
   sources->packed_words = nullptr;
   if (visibility.packed.defined()) {
-    const PackedMask& packed = visibility.packed;
-    const std::int64_t first_key = offset_of(packed) + work.first_row / kChunkRows * packed.chunk_stride;
-    sources->packed_words = packed.words + first_key * kChunkWords + work.first_row % kChunkRows / kWordRows;
+    sources->packed_words = visibility.packed.words_at(offset_of(visibility.packed), work.first_row, 0);
   }
   // One that differs by row is left to consumers.
   sources->key_bias = params.bias.rows > 1                   ? nullptr
@@ -387,8 +385,9 @@ class KeyProducer {
       if (sources.packed_words == nullptr) {
         read_interval_and_mask(key, flight.seen);
       } else {
-        // Together: a warp's read of a word takes as long as one of four, as it is of 32 lines of memory.
-        const std::uint32_t* packed = sources.packed_words + key * params_.visibility.packed.key_stride * kChunkWords;
+        // Together: a warp's read of a word takes as long as one of four, as it is of so many lines of memory.
+        const std::uint32_t* packed =
+            sources.packed_words + std::int64_t{key} * params_.visibility.packed.key_stride * kBandWords;
         if (words() == Facts::kMostWords) {
           const uint4 four = *reinterpret_cast<const uint4*>(packed);
           flight.seen[0] = four.x, flight.seen[1] = four.y, flight.seen[2] = four.z, flight.seen[3] = four.w;
@@ -451,20 +450,13 @@ class KeyProducer {
       if (params_.visibility.is_causal) range.begin = max(range.begin, key - (work().existing - params_.rows));
       if (seen[kMask] == 0) range.end = 0;
     }
-    // Mostly nothing but a packed mask hides, or some keys' rows end within the block's.
-    const int first_row = work().first_row;
-    const bool whole = packed && __all_sync(~0u, range.begin <= first_row &&
-                                                     range.end >= min(first_row + words() * kWordRows, params_.rows));
     std::uint32_t any = 0;
 #pragma unroll
     for (int word = 0; word < Facts::kMostWords; ++word) {
       if (word >= words()) break;
-      std::uint32_t visible = flight.seen[word];
-      if (!whole) {
-        const int row = first_row + word * kWordRows;
-        const std::uint32_t rows = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
-        visible = packed ? visible & rows : rows;
-      }
+      const int row = work().first_row + word * kWordRows;
+      std::uint32_t visible = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
+      if (packed) visible &= flight.seen[word];
       facts.words[word][key_slot()] = pair_word(visible);
       any |= visible;
     }

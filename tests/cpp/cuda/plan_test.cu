@@ -225,7 +225,9 @@ void expect_packed_mask(Rng& rng, const Sizes& sizes, std::array<int, 4> form, L
               hidden |= unsigned{!shown} << (w * kWordRows / kUnitRows);
             }
             if (word != 0) seen |= 1u << (w * kWordRows / kUnitRows);
-            ASSERT_EQ(words[entry * kChunkWords + static_cast<std::size_t>(w)], word)
+            const std::uint32_t* found =
+                packed.words_at(packed.offset(b, h, 0, 0), chunk * kChunkRows + w * kWordRows, key);
+            ASSERT_EQ(words[static_cast<std::size_t>(found - packed.words)], word)
                 << "batch " << b << " head " << h << " key " << key << " word " << w << " of chunk " << chunk;
           }
           ASSERT_EQ(units[entry], seen | (~hidden & kAnyUnit) << kChunkUnits)
