@@ -92,8 +92,8 @@ def test_work_stands_in_the_current_stream() -> None:
 
 
 def decoded(step: Tensor, case: Case, kept: KeptKeys, position: Tensor) -> Tensor:
-    mask = kept.append_(step[:, :, :2, 0].transpose(1, 2), position)
-    return attention(step, case.key, case.value, mask=mask, scale=2)
+    mask = kept.append_(step[:, -1:, :2, 0].transpose(1, 2), position)
+    return attention(step[:, -1:], case.key, case.value, mask=mask, scale=2)
 
 
 def selected(step: Tensor, case: Case) -> Tensor:
@@ -107,33 +107,40 @@ def differentiated(step: Tensor, case: Case, mask: KeyIntervals | None) -> Tenso
     return torch.autograd.grad(out, query, step)[0]
 
 
+@pytest.mark.parametrize("before", ["itself", "a long forward"])
 @pytest.mark.parametrize("work", ["decode", "decode by a mask", "selection", "backward", "backward of a plan"])
-def test_calls_wait_for_the_one_before(work: str) -> None:
+def test_calls_wait_for_the_one_before(work: str, before: str) -> None:
     """Their first kernels may begin while its last one ends. Each takes what the one before has made, nothing between
-    them."""
+    them. A forward of few blocks lets the next call begin at once and is done only long after."""
     rows, steps = 1 if work.startswith("decode") else 1500, 12
     case = make_case(2, 4, 2, rows, 1500, 64)
     positions = torch.arange(1500, 1500 + steps, dtype=torch.int32)[:, None].repeat(1, 2)
     window = KeyIntervals.sliding_window(300, 0, 1500, 1500) if work == "backward of a plan" else None
-    mask = (torch.arange(1500) % 3 == 0).view(1, 1, 1, 1500)
+    mask = (torch.arange(1500) % 3 == 0).view(1, 1, 1, -1)
+    long = make_case(2, 4, 2, 1, 40000, 64)
+    all_keys = KeyIntervals.sliding_window(40000, 40000, max(rows, 32), 40000)
 
-    def last_of_chain(finish: Callable[[], None]) -> Tensor:
+    def chain(finish: Callable[[], None]) -> Tensor:
         kept = KeptKeys.from_scores(torch.linspace(-1, 1, 6000, dtype=case.query.dtype).view(2, 2, 1500), 700)
-        step = case.dout if work.startswith("backward") else case.query
+        step, results = case.query if rows == 1 else case.dout, []
         for position in positions:
+            if before == "a long forward":
+                query = step.repeat(1, 32, 1, 1) if rows == 1 else step
+                step = attention(query, long.key, long.value, mask=all_keys, scale=2)
             finish()
             if work == "decode":
                 step = decoded(step, case, kept, position)
             elif work == "decode by a mask":
-                step = attention(step, case.key, case.value, mask=mask, scale=2)
+                step = attention(step[:, -1:], case.key, case.value, mask=mask, scale=2)
             else:
                 step = selected(step, case) if work == "selection" else differentiated(step, case, window)
-        return step
+            results.append(step)
+        return torch.stack(results)
 
-    expected = last_of_chain(torch.cuda.synchronize)
+    expected = chain(torch.cuda.synchronize)
     assert expected.isfinite().all() and (expected != 0).any()
     for _ in range(3):
-        assert torch.equal(last_of_chain(lambda: None), expected)
+        assert torch.equal(chain(lambda: None), expected)
 
 
 def test_reports_wait_for_their_stream() -> None:
