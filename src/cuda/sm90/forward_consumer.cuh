@@ -34,7 +34,7 @@ struct ForwardConsumer : ForwardScores<Block> {
   using Scores::kKeyReleases, Scores::release, Scores::wait_full, Scores::wait_for_bias, Scores::release_bias;
   using Scores::scores;
   using Scores::tile, Scores::seen_tiles, Scores::full_tiles;
-  using Scores::work, Scores::thread, Scores::row_of, Scores::read_for_warp, Scores::look;
+  using Scores::work, Scores::thread, Scores::row_of, Scores::read_for_warp, Scores::read_facts;
 
   float sums[1][kDimNTiles][4];
   float row_max[2], row_sum[2];
@@ -64,8 +64,11 @@ struct ForwardConsumer : ForwardScores<Block> {
 
   static constexpr int kProducts = kTileKeys / 16;  // of a tile's probabilities and values
   // sums += probabilities values, under way. All products, or from kFirst to kEnd: those from 0 on come first.
-  template <int kFirst = 0, int kEnd = kProducts>
+  // kReadsFacts: also read_facts for the tile whose scores are under way. Not before some products have been begun, as
+  // the tensor cores would have nothing to do; nor after all, as the scores are then nearly there.
+  template <int kFirst = 0, int kEnd = kProducts, bool kReadsFacts = false>
   __device__ void add_values(const std::uint32_t (&probabilities)[kKeyNTiles / 2][4]) {
+    static_assert(!kReadsFacts || (kFirst <= 1 && kEnd > 1));
     if (kFirst == 0) wait_full(block.shared.values, value_at);
     const std::uint64_t b = matrix_descriptor(
         block.values + value_at.stage * static_cast<std::uint32_t>(Config::kValueBytes), kTilePanel, 1024);
@@ -73,6 +76,7 @@ struct ForwardConsumer : ForwardScores<Block> {
 #pragma unroll
     for (int depth = kFirst; depth < kEnd; ++depth) {
       wgmma<Element, BRows::kDepth>(sums[0], probabilities[depth], advanced(b, depth * 16 * 128), true);
+      if (kReadsFacts && depth == 1) read_facts();
     }
     wgmma_commit();
   }
@@ -223,9 +227,10 @@ struct ForwardConsumer : ForwardScores<Block> {
   }
 
   // What comes between products and probabilities.
+  template <bool kHasReadFacts = false>
   __device__ void prepare_scores() {
     wait_for_scores();
-    look();
+    if constexpr (!kHasReadFacts) read_facts();
     if (is_last_tile()) release_queries();
     make_scores();
     hide();
@@ -248,10 +253,10 @@ struct ForwardConsumer : ForwardScores<Block> {
     constexpr int kEarly = kProducts - (kCalm ? Config::kLateProducts : 0);
     take_turn();
     multiply_keys();
-    add_values<0, kEarly>(probabilities);
+    add_values<0, kEarly, true>(probabilities);
     if (kEarly == kProducts) pass_turn();
     wgmma_wait<1>();
-    prepare_scores();
+    prepare_scores<true>();
     if constexpr (kEarly < kProducts) {
       add_values<kEarly>(probabilities);
       pass_turn();

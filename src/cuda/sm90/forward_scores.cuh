@@ -26,6 +26,8 @@ struct ForwardScores {
   using Facts = typename Block::Facts;
   static constexpr bool kPlanned = Block::kPlanned;
   static constexpr int kTileKeys = Config::kTileKeys, kKeyNTiles = kTileKeys / 8;
+  static constexpr int kPlanTiles = kPlanned ? kTileKeys / kPlanTileKeys : 1;  // of a stage
+  static_assert(kPlanTiles <= 2);
 
   Block& block;
   int group;  // number of the consumer
@@ -35,9 +37,9 @@ struct ForwardScores {
   Position<Config::kBiasStages == 0 ? 1 : Config::kBiasStages> bias_at;
   float scores[1][kKeyNTiles][4];
   // The walk over tiles. Dense: the tile, from the last to the first, how many the consumer's rows see, and how many
-  // all of them see in full. In a plan: the slot of the stage's facts, and its marks.
+  // all of them see in full. In a plan: the slot of the stage's facts, its marks, and the thread's bits of its tiles.
   int tile, seen_tiles, full_tiles, slot;
-  std::uint32_t marks;
+  std::uint32_t marks, seen[kPlanTiles];
 
   __device__ explicit ForwardScores(Block& block)
       : block(block),
@@ -87,9 +89,15 @@ struct ForwardScores {
     return __reduce_or_sync(~0u, thread() % 32 == 0 ? read() : 0);
   }
 
-  // The stage's marks.
-  __device__ void look() {
-    if constexpr (kPlanned) marks = read_for_warp([&] { return facts().marks; });
+  // In a plan: what the stage's facts say to the thread. Once its keys have come; nothing of its scores is needed.
+  __device__ void read_facts() {
+    if constexpr (kPlanned) {
+      marks = read_for_warp([&] { return facts().marks; });
+#pragma unroll
+      for (int tile = 0; tile < kPlanTiles; ++tile) {
+        if (!is_full(tile)) seen[tile] = seen_of(tile);
+      }
+    }
   }
 
   // Whether there is a first tile, and then a next one.
@@ -107,11 +115,33 @@ struct ForwardScores {
     }
   }
 
+  // Of the plan's units of rows, the one that the warp has rows of.
+  __device__ int plan_unit() const { return block.params.pairs_heads ? 0 : group; }
+  // Whether all its rows see the whole of the stage's tile of the plan.
+  __device__ bool is_full(int tile) const { return (marks & Facts::full_mark(tile, plan_unit())) != 0; }
+
+  // What the thread sees of the tile. A word of a key has four bits for a thread, eight apart, of its two rows and its
+  // two keys of a column tile. Turned right by the thread's row, these stand where no other column tile has its own, as
+  // producers have turned words by the column tile. So one word has all.
+  __device__ std::uint32_t seen_of(int tile) const {
+    constexpr int kTiles = kPlanTileKeys / 8;
+    static_assert(kTiles == 8);
+    const int unit_row = 64 * plan_unit() + warp_row(), row = thread() % 32 / 4;
+    const std::uint32_t* words = facts().words[unit_row / kWordRows] + unit_row / 16 % 2;
+    std::uint32_t all = 0;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const std::uint32_t word = words[column_of(tile * kTiles + n)], own = 0x01010101u << n;
+      all = (all & ~own) | (__funnelshift_r(word, word, row) & own);
+    }
+    return all;
+  }
+
   // Hides what the rows do not see.
   __device__ void hide() {
     if constexpr (kPlanned) {
       hide_listed<0>();
-      if constexpr (kTileKeys == 2 * kPlanTileKeys) hide_listed<1>();
+      if constexpr (kPlanTiles == 2) hide_listed<1>();
     } else {
       hide_dense();
     }
@@ -120,31 +150,14 @@ struct ForwardScores {
   // Of the stage's tile kTile of the plan.
   template <int kTile>
   __device__ void hide_listed() {
-    const int unit = block.params.pairs_heads ? 0 : group, row = 64 * unit + warp_row();
-    if ((marks & Facts::full_mark(kTile, unit)) != 0) return;
-    hide_tile<kTile>(facts().words[row / kWordRows] + row / 16 % 2);
-  }
-
-  // `words`: those of the warp's rows. One has four bits for a thread, eight apart, of its two rows and its two keys of
-  // a column tile. Turned right by the thread's row, these stand where no other column tile has its own, as producers
-  // have turned words by the column tile. So one word has all that the thread sees of the tile.
-  template <int kTile>
-  __device__ void hide_tile(const std::uint32_t* words) {
-    constexpr int kFirst = kTile * kPlanTileKeys / 8, kTiles = kPlanTileKeys / 8;
-    static_assert(kTiles == 8);
-    const int row = thread() % 32 / 4;
-    std::uint32_t seen = 0;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const std::uint32_t word = words[column_of(kFirst + n)], own = 0x01010101u << n;
-      seen = (seen & ~own) | (__funnelshift_r(word, word, row) & own);
-    }
+    if (is_full(kTile)) return;
+    constexpr int kFirst = kTile * kPlanTileKeys / 8;
     // Seven bits at a time become predicates (R2P in the machine code), unless the compiler knows which words they come
     // from: it tests them there then, one by one.
-    seen = recomputed(seen);
+    const std::uint32_t bits = recomputed(seen[kTile]);
 #pragma unroll
     for (int bit = 0; bit < 32; ++bit) {
-      if ((seen & (1u << bit)) == 0) scores[0][kFirst + bit % 8][2 * (bit / 8 % 2) + bit / 16] = -INFINITY;
+      if ((bits & (1u << bit)) == 0) scores[0][kFirst + bit % 8][2 * (bit / 8 % 2) + bit / 16] = -INFINITY;
     }
   }
 

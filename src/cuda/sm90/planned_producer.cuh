@@ -433,32 +433,50 @@ class KeyProducer {
     return __funnelshift_l(halves, halves, column_tile);
   }
 
+  // The rows that see the key, but for a packed mask.
+  __device__ RowRange range_of(const InFlight& flight, bool packed) const {
+    const std::int32_t key = flight.key;
+    if (key < 0 || key >= work().existing) return {0, 0};
+    std::uint32_t seen[Facts::kMostWords];
+    if (packed) {
+      read_interval_and_mask(key, seen);
+    } else {
+#pragma unroll
+      for (int word = 0; word < Facts::kMostWords; ++word) seen[word] = flight.seen[word];
+    }
+    RowRange range = {static_cast<std::int32_t>(seen[kBegin]),
+                      min(static_cast<std::int32_t>(seen[kEnd]), params_.rows)};
+    if (params_.visibility.is_causal) range.begin = max(range.begin, key - (work().existing - params_.rows));
+    if (seen[kMask] == 0) range.end = 0;
+    return range;
+  }
+
   // Says whether any row of the block sees the key.
   __device__ bool make_words(const InFlight& flight, Facts& facts) const {
-    const std::int32_t key = flight.key;
     const bool packed = sources().packed_words != nullptr;
-    RowRange range = {0, 0};
-    if (key >= 0 && key < work().existing) {
-      std::uint32_t seen[Facts::kMostWords];
-      if (packed) {
-        read_interval_and_mask(key, seen);
-      } else {
-#pragma unroll
-        for (int word = 0; word < Facts::kMostWords; ++word) seen[word] = flight.seen[word];
-      }
-      range = {static_cast<std::int32_t>(seen[kBegin]), min(static_cast<std::int32_t>(seen[kEnd]), params_.rows)};
-      if (params_.visibility.is_causal) range.begin = max(range.begin, key - (work().existing - params_.rows));
-      if (seen[kMask] == 0) range.end = 0;
-    }
+    const RowRange range = range_of(flight, packed);
+    const int first_row = work().first_row;
     std::uint32_t any = 0;
-#pragma unroll
-    for (int word = 0; word < Facts::kMostWords; ++word) {
-      if (word >= words()) break;
-      const int row = work().first_row + word * kWordRows;
-      std::uint32_t visible = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
-      if (packed) visible &= flight.seen[word];
+    const auto put = [&](int word, std::uint32_t visible) {
       facts.words[word][key_slot()] = pair_word(visible);
       any |= visible;
+    };
+    // Most tiles of a packed mask lie below the diagonal: no word has to be cut. Keys that do not exist have none.
+    const bool whole = flight.key < 0 || flight.key >= work().existing ||
+                       (range.begin <= first_row && range.end >= first_row + words() * kWordRows);
+    if (packed && __all_sync(~0u, whole)) {
+#pragma unroll
+      for (int word = 0; word < Facts::kMostWords; ++word) {
+        if (word < words()) put(word, flight.seen[word]);
+      }
+    } else {
+#pragma unroll
+      for (int word = 0; word < Facts::kMostWords; ++word) {
+        if (word >= words()) break;
+        const int row = first_row + word * kWordRows;
+        const std::uint32_t visible = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
+        put(word, packed ? visible & flight.seen[word] : visible);
+      }
     }
     return any != 0;
   }
