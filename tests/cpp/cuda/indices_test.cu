@@ -56,7 +56,8 @@ void expect_packed(Lists& lists, bool is_causal, std::size_t shared_limit = kLea
             // Bits of rows that the causal rule lets see the key, with every key existing.
             const std::int64_t hidden = std::clamp<std::int64_t>(key - (keys - rows) - first_row, 0, kWordRows);
             const std::uint32_t judged = !is_causal ? ~0u : hidden == kWordRows ? 0 : ~0u << hidden;
-            const auto at = static_cast<std::size_t>((w / kBandWords * keys + key) * kBandWords + w % kBandWords);
+            const std::uint32_t* word = packed.words_at(packed.offset(b, h, 0, 0), first_row, key);
+            const auto at = static_cast<std::size_t>(word - packed.words_at(packed.offset(b, h, chunk, 0), 0, 0));
             ASSERT_EQ(words[at] & judged, expected_words[at] & judged) << "key " << key << " word " << w;
             if (is_causal) continue;
             const auto units_of = [&](const PackedMask& bits) {
