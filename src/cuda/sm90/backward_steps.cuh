@@ -256,7 +256,7 @@ struct BackwardSteps {
         const std::uint32_t own = 0x03030303u << (2 * part);
         seen = (seen & ~own) | (__funnelshift_r(bits, bits, first_row() - 2 * part) & own);
       }
-      seen = recomputed(seen);  // as in the forward's hide_tile
+      seen = recomputed(seen);  // as in the forward's hide_listed
 #pragma unroll
       for (int bit = 0; bit < 32; ++bit) {
         const int n = bit / 8, part = bit % 8 / 2, word = first_word + part % 2;
