@@ -9,13 +9,12 @@ namespace flash_dmattn::internal::cuda {
 
 // `words`: of the 32 rows that hold the warp's, one for each column, from the fragments' first column on; the warp's
 // rows begin at bit `first_bit`. column_of(n): the first of the thread's two columns of column tile n.
-// Of kCount column tiles from kFirst on.
-template <int kFirst, int kCount, int kMTiles, int kNTiles, typename ColumnOf>
-__device__ inline void hide_part_by_words(float (&scores)[kMTiles][kNTiles][4], const std::uint32_t* words,
-                                          int first_bit, ColumnOf column_of, float hidden) {
+template <int kMTiles, int kNTiles, typename ColumnOf>
+__device__ inline void hide_by_words(float (&scores)[kMTiles][kNTiles][4], const std::uint32_t* words, int first_bit,
+                                     ColumnOf column_of, float hidden) {
   const int shift = first_bit + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
-  for (int n = kFirst; n < kFirst + kCount; ++n) {
+  for (int n = 0; n < kNTiles; ++n) {
     const uint2 pair_words = *reinterpret_cast<const uint2*>(words + column_of(n));
     const std::uint32_t shifted[2] = {pair_words.x >> shift, pair_words.y >> shift};
 #pragma unroll
@@ -25,12 +24,6 @@ __device__ inline void hide_part_by_words(float (&scores)[kMTiles][kNTiles][4], 
         if ((shifted[pair] & (1u << (8 * i))) == 0) scores[i / 2][n][2 * (i % 2) + pair] = hidden;
       }
   }
-}
-
-template <int kMTiles, int kNTiles, typename ColumnOf>
-__device__ inline void hide_by_words(float (&scores)[kMTiles][kNTiles][4], const std::uint32_t* words, int first_bit,
-                                     ColumnOf column_of, float hidden) {
-  hide_part_by_words<0, kNTiles>(scores, words, first_bit, column_of, hidden);
 }
 
 // The thread's row i sees the columns below limit_of(i).

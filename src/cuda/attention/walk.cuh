@@ -188,7 +188,7 @@ struct PlannedTiles {
       copy_async_4(shared_address(&end[slot]), ends + key * visibility.end.key_stride, true);
     }
     if (!full && packed_words != nullptr) {
-      const std::uint32_t* words = packed_words + std::int64_t{key} * visibility.packed.key_stride * kBandWords;
+      const std::uint32_t* words = visibility.packed.words_of_key(packed_words, key);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) copy_async_4(shared_address(&packed[slot][word]), words + word, true);
     }

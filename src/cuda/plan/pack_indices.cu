@@ -13,7 +13,6 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr int kUnitWords = kUnitRows / kWordRows;
-constexpr int kBandUnits = kBandRows / kUnitRows;
 static_assert(kUnitWords == 2);  // what a block writes of a key is 8 bytes
 
 // A block packs a strip of keys of one unit of rows in shared memory, where bits are set in any order, and writes it
@@ -35,8 +34,8 @@ struct ListShape {
   bool is_causal;
   std::uint32_t heads, chunks, strips;  // packed heads
   std::int64_t head_divisor;            // query heads of each
-  std::uint32_t* words;                 // (batches, heads, chunks, kChunkBands, keys, kBandWords)
-  std::uint32_t* units;                 // (batches, heads, chunks, keys), zeros
+  PackedMask packed;
+  std::uint32_t *words, *units;  // its arrays, to be written; units are zeros
 };
 
 // visit(entry) for all entries of a list, and for some that are -1. By all lanes of a warp. A few of a lane are read at
@@ -107,16 +106,15 @@ __global__ __launch_bounds__(Strip::kThreads,
     return left == kWordRows ? 0 : ~0u << left;
   };
   const std::uint32_t missing_low = missing(0), missing_high = missing(1);
-  const std::int64_t first_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys + first_key;
-  const std::int64_t band_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys * kChunkBands +
-                                  unit / kBandUnits * std::int64_t{shape.keys} + first_key;
-  std::uint32_t* unit_words = shape.words + band_entry * kBandWords + unit % kBandUnits * kUnitWords;
+  const std::int64_t first_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys;
+  std::uint32_t* unit_words =
+      shape.words + shape.packed.word_offset(first_entry, static_cast<std::int32_t>(unit) * kUnitRows, first_key);
   for (std::int32_t key = threadIdx.x; key < keys; key += Strip::kThreads) {
     const std::uint32_t low = words[key], high = words[Strip::kKeys + key];
     *reinterpret_cast<uint2*>(unit_words + std::int64_t{key} * kBandWords) = {low, high};
     const bool any = (low | high) != 0, all = ((low | missing_low) & (high | missing_high)) == ~0u;
     const std::uint32_t bits = (any ? 1u << unit : 0) | (all ? 1u << (kChunkUnits + unit) : 0);
-    if (bits != 0) atomicOr(shape.units + first_entry + key, bits);
+    if (bits != 0) atomicOr(shape.units + first_entry + first_key + key, bits);
   }
 }
 
@@ -165,6 +163,7 @@ cudaError_t pack_indices(const IndexViews& indices, std::int64_t rows, std::int6
   shape.is_causal = is_causal;
   shape.heads = static_cast<std::uint32_t>(mask.heads), shape.chunks = static_cast<std::uint32_t>(chunks);
   shape.head_divisor = mask.head_divisor;
+  shape.packed = *packed;
   shape.words = const_cast<std::uint32_t*>(packed->words);  // readers' pointers to what is written here
   shape.units = const_cast<std::uint32_t*>(packed->units);
   const auto entries = static_cast<std::size_t>(planes * chunks * keys);

@@ -35,8 +35,8 @@ struct PackShape {
   std::int64_t batch_stride, head_stride, row_stride, key_stride;
   std::int64_t rows, keys;  // rows of the problem, distinct keys of the mask
   std::uint32_t heads, chunks, strips;
-  std::uint32_t* words;  // (batches, heads, chunks, kChunkBands, keys, kBandWords)
-  std::uint32_t* units;  // (batches, heads, chunks, keys)
+  PackedMask packed;
+  std::uint32_t *words, *units;  // its arrays, to be written
 };
 
 // What the running block packs: a strip of keys, a chunk of rows and a plane of (batches, heads), whose entries begin
@@ -187,10 +187,11 @@ __global__ __launch_bounds__(32 * kPackWarps,
   }
   __syncthreads();
   const int keys = static_cast<int>(min(shape.keys - strip_key, std::int64_t{kStripKeys}));
-  auto* chunk_words = reinterpret_cast<uint4*>(shape.words + first_entry * kChunkWords);
+  auto* strip_words = reinterpret_cast<uint4*>(
+      shape.words + shape.packed.word_offset(first_entry, 0, static_cast<std::int32_t>(strip_key)));
   for (int i = threadIdx.x; i < kChunkBands * kStripKeys; i += 32 * kPackWarps) {
     const int band = i / kStripKeys, key = i % kStripKeys;
-    if (key < keys) chunk_words[band * shape.keys + strip_key + key] = s_words[staged(key, band)];
+    if (key < keys) strip_words[std::int64_t{band} * shape.packed.chunk_stride + key] = s_words[staged(key, band)];
   }
   if (threadIdx.x < keys) {
     std::uint32_t units = 0;
@@ -217,56 +218,87 @@ __device__ inline std::uint32_t nonzero_bits(uint4 bytes) {
   return bits >> 16;
 }
 
-// Rows 32 * lane ... of a key whose first row is at `column`, of which `rows` exist. Aligned blocks of 16 bytes are
-// read that may begin before the column and end after it, by less than 16 bytes.
-__device__ inline std::uint32_t column_word(const std::uint8_t* column, int rows) {
+// Rows 32 * lane ... of two keys whose first rows are at `column` and `key_stride` behind it; of each `rows` exist.
+// Aligned blocks of 16 bytes are read that may begin before a column and end after it, by less than 16 bytes.
+__device__ inline void pack_column_pair(const std::uint8_t* column, std::int64_t key_stride, int rows,
+                                        std::uint32_t (&words)[2]) {
   const int lane = threadIdx.x % 32;
-  const int before = static_cast<int>(reinterpret_cast<std::uintptr_t>(column) % kVectorBytes);
-  const auto* vectors = reinterpret_cast<const uint4*>(column - before);
-  const auto bits = [&](int vector) {
-    return vector * kVectorBytes < rows + before ? nonzero_bits(__ldg(vectors + vector)) : 0;
-  };
-  const std::uint32_t own = bits(2 * lane) | bits(2 * lane + 1) << kVectorBytes;
-  std::uint32_t next = __shfl_down_sync(0xffffffffu, own, 1);
-  if (lane == 31) next = before == 0 ? 0 : bits(64);
-  return __funnelshift_r(own, next, before);
+  std::uint32_t own[2], end[2];
+  int before[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const std::uint8_t* own_column = column + k * key_stride;
+    before[k] = static_cast<int>(reinterpret_cast<std::uintptr_t>(own_column) % kVectorBytes);
+    const auto* vectors = reinterpret_cast<const uint4*>(own_column - before[k]);
+    const auto bits = [&](int vector) {
+      return vector * kVectorBytes < rows + before[k] ? nonzero_bits(__ldg(vectors + vector)) : 0;
+    };
+    own[k] = bits(2 * lane) | bits(2 * lane + 1) << kVectorBytes;
+    end[k] = lane == 31 && before[k] != 0 ? bits(64) : 0;
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const std::uint32_t next = __shfl_down_sync(0xffffffffu, own[k], 1);
+    words[k] = __funnelshift_r(own[k], lane == 31 ? end[k] : next, before[k]);
+  }
 }
 
-// The same where a key's rows are neighbouring bytes, of any alignment: a warp takes one key at a time, and each lane
-// ends up with one of its words.
+// Rows 32 * lane ... of one key, byte by byte.
+__device__ inline std::uint32_t pack_column(const std::uint8_t* column, int rows) {
+  const int first_row = static_cast<int>(threadIdx.x % 32) * kWordRows;
+  std::uint32_t word = 0;
+#pragma unroll 1
+  for (int row = 0; row < min(rows - first_row, kWordRows); ++row) {
+    word |= (__ldg(column + first_row + row) != 0 ? 1u : 0u) << row;
+  }
+  return word;
+}
+
+// The same where a key's rows are neighbouring bytes, of any alignment: a warp takes two keys at a time, and each lane
+// ends up with one word of either. As above, they are gathered before they are written.
 __global__ __launch_bounds__(32 * kPackWarps, 6) void pack_columns_kernel(const PackShape shape) {
   static_assert(kChunkWords == 32 && 2 * kChunkUnits == 32);
+  static_assert(kPackWarps == kChunkBands && kColumnKeys == 32 && kBandWords * sizeof(std::uint32_t) == sizeof(uint4));
+  // Of a key all bands at once: a gap behind each, so that their words are in different banks.
+  __shared__ uint4 s_words[kChunkBands][kColumnKeys + 1];
   begin_dependent_kernel();
   const auto [strip, chunk, plane, entries_begin] = pack_block(shape);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = static_cast<int>(min(shape.rows - chunk * kChunkRows, std::int64_t{kChunkRows}));
   const std::uint32_t missing = rows_past_last(rows, lane);
   const std::uint8_t* rows_begin = entries_begin + chunk * kChunkRows;
-  const std::int64_t end_key = min((strip + 1) * kColumnKeys, shape.keys);
+  const std::int64_t first_entry = (plane * shape.chunks + chunk) * shape.keys, strip_key = strip * kColumnKeys;
+  const int keys = static_cast<int>(min(shape.keys - strip_key, std::int64_t{kColumnKeys}));
 #pragma unroll 1
-  for (std::int64_t key = strip * kColumnKeys + warp; key < end_key; key += kPackWarps) {
+  for (int pair = 2 * warp; pair < keys; pair += 2 * kPackWarps) {
+    const std::int64_t key = strip_key + pair;
     const std::uint8_t* column = rows_begin + key * shape.key_stride;
-    std::uint32_t word = 0;
+    std::uint32_t words[2];
     // Between two other keys' columns all memory is the mask's.
-    if (shape.key_stride >= kVectorBytes && key > 0 && key + 1 < shape.keys) {
-      word = column_word(column, rows) & ~missing;
+    if (shape.key_stride >= kVectorBytes && key > 0 && key + 2 < shape.keys) {
+      pack_column_pair(column, shape.key_stride, rows, words);
     } else {
-#pragma unroll 1
-      for (int row = 0; row < min(rows - lane * kWordRows, kWordRows); ++row) {
-        word |= (__ldg(column + lane * kWordRows + row) != 0 ? 1u : 0u) << row;
-      }
+      words[0] = pack_column(column, rows);
+      words[1] = pair + 1 < keys ? pack_column(column + shape.key_stride, rows) : 0;
     }
-    const std::int64_t first_entry = (plane * shape.chunks + chunk) * shape.keys;
-    shape.words[first_entry * kChunkWords + (lane / kBandWords * shape.keys + key) * kBandWords + lane % kBandWords] =
-        word;
-    // Half of the lanes see whether a unit has a visible row, the others whether it has no hidden one.
-    const int first = 2 * (lane % kChunkUnits);
-    const std::uint32_t shown = word | missing;
-    const bool any = (__shfl_sync(0xffffffffu, word, first) | __shfl_sync(0xffffffffu, word, first + 1)) != 0;
-    const bool all = (__shfl_sync(0xffffffffu, shown, first) & __shfl_sync(0xffffffffu, shown, first + 1)) == ~0u;
-    const std::uint32_t units = __ballot_sync(0xffffffffu, lane < kChunkUnits ? any : all);
-    if (lane == 0) shape.units[first_entry + key] = units;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const std::uint32_t word = words[k] & ~missing, shown = word | missing;
+      reinterpret_cast<std::uint32_t*>(&s_words[lane / kBandWords][pair + k])[lane % kBandWords] = word;
+      // Half of the lanes see whether a unit has a visible row, the others whether it has no hidden one.
+      const int first = 2 * (lane % kChunkUnits);
+      const bool any = (__shfl_sync(0xffffffffu, word, first) | __shfl_sync(0xffffffffu, word, first + 1)) != 0;
+      const bool all = (__shfl_sync(0xffffffffu, shown, first) & __shfl_sync(0xffffffffu, shown, first + 1)) == ~0u;
+      const std::uint32_t units = __ballot_sync(0xffffffffu, lane < kChunkUnits ? any : all);
+      if (lane == 0 && pair + k < keys) shape.units[first_entry + key + k] = units;
+    }
   }
+  __syncthreads();
+  // A band by each warp.
+  if (lane >= keys) return;
+  std::uint32_t* target = shape.words + shape.packed.word_offset(first_entry, warp * kBandRows,
+                                                                 static_cast<std::int32_t>(strip_key) + lane);
+  *reinterpret_cast<uint4*>(target) = s_words[warp][lane];
 }
 
 using PackKernel = void(PackShape);
@@ -338,6 +370,7 @@ cudaError_t pack_mask(const BroadcastView& mask, std::int64_t rows, std::int64_t
   shape.row_stride = distinct.row_stride, shape.key_stride = distinct.key_stride;
   shape.rows = rows, shape.keys = distinct.keys;
   shape.heads = static_cast<std::uint32_t>(distinct.heads), shape.chunks = static_cast<std::uint32_t>(chunks);
+  shape.packed = *packed;
   shape.words = arrays.words, shape.units = arrays.units;
 
   if (distinct.key_stride != 1) {

@@ -84,8 +84,8 @@ __device__ inline bool any_row_sees(const Visibility& visibility, RowRange range
                                     std::int32_t key, std::int32_t first_chunk, std::int32_t end_chunk) {
   const PackedMask& packed = visibility.packed;
   if (range.begin >= range.end || !packed.defined()) return range.begin < range.end;
+  const std::int64_t first = head_offset<kBrief>(packed, batch, head);
   for (std::int32_t chunk = max(first_chunk, range.begin / kChunkRows); chunk < end_chunk; ++chunk) {
-    const std::int64_t first = head_offset<kBrief>(packed, batch, head);
     const std::uint32_t units =
         packed.units[first + std::int64_t{chunk} * packed.chunk_stride + key * packed.key_stride];
     const std::int32_t begin = max(range.begin - chunk * kChunkRows, 0);

@@ -36,10 +36,18 @@ struct PackedMask {
   constexpr std::int64_t offset(std::int64_t b, std::int64_t h, std::int64_t chunk, std::int64_t key) const {
     return b * batch_stride + (h / head_divisor) * head_stride + chunk * chunk_stride + key * key_stride;
   }
-  // The word of `row` and those after it in its band; `first`: offset() of the batch element's and head's first entry.
-  constexpr const std::uint32_t* words_at(std::int64_t first, std::int32_t row, std::int32_t key) const {
+  // Where in `words` the word of `row` lies, before those after it in its band; `first`: offset() of the batch
+  // element's and head's first entry.
+  constexpr std::int64_t word_offset(std::int64_t first, std::int32_t row, std::int32_t key) const {
     const std::int64_t entry = first * kChunkBands + std::int64_t{row / kBandRows} * chunk_stride + key * key_stride;
-    return words + entry * kBandWords + row % kBandRows / kWordRows;
+    return entry * kBandWords + row % kBandRows / kWordRows;
+  }
+  constexpr const std::uint32_t* words_at(std::int64_t first, std::int32_t row, std::int32_t key) const {
+    return words + word_offset(first, row, key);
+  }
+  // The same rows' words of `key`; `of_first`: those of key 0.
+  constexpr const std::uint32_t* words_of_key(const std::uint32_t* of_first, std::int32_t key) const {
+    return of_first + std::int64_t{key} * key_stride * kBandWords;
   }
   // Words from a band to the next one.
   constexpr std::int64_t band_stride() const { return std::int64_t{chunk_stride} * kBandWords; }
