@@ -54,6 +54,18 @@ __device__ inline float2 unpack(std::uint32_t packed) {
   }
 }
 
+// a b + c of each half.
+template <typename Element>
+__device__ inline std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  std::uint32_t sum;
+  if constexpr (__is_same(Element, __nv_bfloat16)) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  }
+  return sum;
+}
+
 // Half words that repeat the sign of byte n of `low`, and of byte n of `high`.
 __device__ inline std::uint32_t signs_of_bytes(std::uint32_t low, std::uint32_t high, int n) {
   std::uint32_t signs;

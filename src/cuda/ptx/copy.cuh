@@ -64,6 +64,9 @@ __device__ inline void store_shared(std::uint32_t shared, std::uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
 
+__device__ inline void store_shared_8(std::uint32_t shared, const std::uint32_t (&words)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(words[0]), "r"(words[1]) : "memory");
+}
 __device__ inline void store_shared_16(std::uint32_t shared, const std::uint32_t (&words)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                "r"(words[3])
@@ -79,6 +82,9 @@ __device__ inline float2 load_shared_float2(std::uint32_t shared) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(shared) : "memory");
   return value;
+}
+__device__ inline void load_shared_8(std::uint32_t (&words)[2], std::uint32_t shared) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(shared) : "memory");
 }
 __device__ inline void load_shared_16(std::uint32_t (&words)[4], std::uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -11,6 +11,7 @@
 
 #include <cuda.h>
 
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 
@@ -76,6 +77,7 @@ struct BackwardBlock {
     Work works[2];                                // that of the consumers, and the next one
     std::uint32_t taken[Config::kProducerWarps];  // works, of each of them
     RowRange range[kTileKeys];
+    RowRange common_range[Config::kProducerWarps];  // of those of each warp's keys that any row sees
     WordsAhead<Config> words;
     float bias[kTileKeys];  // of the head of the consumers' step, if it is the same for every row
     Walk walks[Config::kProducerWarps];
@@ -252,6 +254,11 @@ struct BackwardBlock {
       // The same for all heads of the work.
       const PackedMask& packed = params.visibility.packed;
       shared.words.set_key(packed, head_offset<true>(packed, block.batch, block.first_head), key, column, visible);
+      // Words have no rows past the last: a range need not end there.
+      const int begin = __reduce_max_sync(~0u, visible ? range.begin : 0),
+                end = __reduce_min_sync(~0u, visible && range.end < params.rows ? range.end : INT_MAX);
+      if (lane == 0) shared.common_range[warp] = {begin, end};
+      __syncwarp();
     }
   }
 
@@ -391,28 +398,20 @@ struct BackwardBlock {
         // From the last rows to the first, tiles of keys that start at the same time meet one after another.
         if (exists && takes_turns()) step.row_tile = Walk::mirrored(params, work.block, work.existing, step.row_tile);
       }
-      Facts& facts = shared.facts[at.stage];
       // Tested anew each time: there are no predicates to keep it in.
       const int full = exists && is_full(work, step) ? 1 : 0;
-      if (kReadsWordsAhead && exists && recomputed(full) == 0) {
-        shared.words.read(params.visibility.packed, warp, lane, step.first_row());
-      }
+      std::uint32_t words[Config::kWords];
+      // Words are found before there is a stage: consumers wait for all that comes after that.
+      if (kReadsWordsAhead && exists && recomputed(full) == 0) find_words(words, work, step, warp, lane);
       wait_or_say(shared.steps.empty[at.stage], at.parity ^ 1);
-      if (recomputed(warp) == 0) {
-        if (lane == 0) {
-          const bool stores = stores_queries_of(work.block, step);
-          if (stores) shared.rows_met_once[shared.number] = rows_of_dquery(work.block, step);
-          set_mark(at, (exists ? Facts::kExists : 0) | (recomputed(full) != 0 ? Facts::kFull : 0) |
-                           (step.head != shared.head ? Facts::kStartsHead : 0) | (stores ? Facts::kMetOnce : 0) |
-                           (shared.taken[0] % 2 != 0 ? Facts::kOddWork : 0));
-          if (exists) shared.number = (shared.number + 1) % Facts::kNumbers;
-          facts.head = shared.head = step.head;
-          facts.first_row = step.first_row();
-          facts.tile = sums_of(work.block, step);
+      if (recomputed(warp) == 0) bring_step(work, step, recomputed(full) != 0, at, lane);
+      if (exists && recomputed(full) == 0) {
+        if constexpr (kReadsWordsAhead) {
+          store_words(words, shared.facts[at.stage].words[warp * kWarpKeys + lane]);
+        } else {
+          make_words(work, step, warp * kWarpKeys + lane, shared.facts[at.stage]);
         }
-        if (exists) bring_rows(work.block, step, facts, at, lane);
       }
-      if (exists && recomputed(full) == 0) make_words(work, step, warp * kWarpKeys + lane, facts);
       if (takes_turns() && threadIdx.x == kSayingThread) say_what_is_added(work.block, step);
       __syncwarp();
       arrive(shared_address(&shared.steps.full[at.stage]));
@@ -430,6 +429,24 @@ struct BackwardBlock {
     wait(shared_address(&shared.steps.full[at.stage]), at.parity ^ 1);
     arrive(shared_address(&shared.steps.full[at.stage]));
     at.advance();
+  }
+
+  // By the first warp: which step it is, and its rows. One that does not exist is the end of the work.
+  __device__ void bring_step(const Work& work, const Step& step, bool full, const Position<kStages>& at,
+                             int lane) const {
+    Facts& facts = shared.facts[at.stage];
+    if (lane == 0) {
+      const bool stores = stores_queries_of(work.block, step);
+      if (stores) shared.rows_met_once[shared.number] = rows_of_dquery(work.block, step);
+      set_mark(at, (step.exists() ? Facts::kExists : 0) | (full ? Facts::kFull : 0) |
+                       (step.head != shared.head ? Facts::kStartsHead : 0) | (stores ? Facts::kMetOnce : 0) |
+                       (shared.taken[0] % 2 != 0 ? Facts::kOddWork : 0));
+      if (step.exists()) shared.number = (shared.number + 1) % Facts::kNumbers;
+      facts.head = shared.head = step.head;
+      facts.first_row = step.first_row();
+      facts.tile = sums_of(work.block, step);
+    }
+    if (step.exists()) bring_rows(work.block, step, facts, at, lane);
   }
 
   // Queries, output gradients and facts of the step's rows. Rows past the last have facts too.
@@ -473,22 +490,50 @@ struct BackwardBlock {
     return true;
   }
 
-  // Of a step: of each word what its rows see of the column's key.
+  // What a step's rows see of the column's key, 32 of them in a word: found one by one, where there are few registers
+  // or, without a plan, few such steps.
   __device__ void make_words(const Work& work, const Step& step, int column, Facts& facts) const {
-    const std::int32_t key = work.key[column];
     const PackedMask& packed = params.visibility.packed;
     const bool is_packed = kPlanned && packed.defined();
-    if (kReadsWordsAhead && is_packed) wait_copies<0>();
 #pragma unroll
     for (int word = 0; word < Config::kWords; ++word) {
       const int row = step.first_row() + word * kWordRows;
       std::uint32_t seen = 0;
-      if (key >= 0) {
+      if (work.key[column] >= 0) {
         seen = is_packed ? shared.words.word(packed, column, row) : ~0u;
         const RowRange range = shared.range[column];
         seen &= bit_range(range.begin - row, range.end - row);
       }
       facts.words[column][word] = seen;
+    }
+  }
+
+  // The same for the lane's key, found all together before there is a stage for them.
+  __device__ void find_words(std::uint32_t (&words)[Config::kWords], const Work& work, const Step& step, int warp,
+                             int lane) const {
+    const int column = warp * kWarpKeys + lane, first_row = step.first_row();
+    const PackedMask& packed = params.visibility.packed;
+    if (packed.defined()) {
+      shared.words.read(packed, warp, lane, first_row);
+      shared.words.take(words, column, first_row);
+      // Most steps of a causal mask lie below the diagonal: no word has to be cut.
+      const RowRange common = shared.common_range[warp];
+      if (first_row >= common.begin && first_row + kTileRows <= common.end) return;
+    }
+    const RowRange range = work.key[column] < 0 ? RowRange{0, 0} : shared.range[column];
+#pragma unroll
+    for (int word = 0; word < Config::kWords; ++word) {
+      const int row = first_row + word * kWordRows;
+      const std::uint32_t seen = bit_range(range.begin - row, range.end - row);
+      words[word] = packed.defined() ? words[word] & seen : seen;
+    }
+  }
+  __device__ static void store_words(const std::uint32_t (&words)[Config::kWords],
+                                     std::uint32_t (&target)[Config::kWords]) {
+    if constexpr (Config::kWords == 2) {
+      store_shared_8(shared_address(target), words);
+    } else {
+      store_shared_16(shared_address(target), words);
     }
   }
 };

@@ -50,7 +50,8 @@ struct BackwardConfig {
   static constexpr bool kStoresBoxes = kHeadDim == 64 || kHeadDim == 128;
 
   // Of consumers that own keys, all measured:
-  // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow;
+  // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow, and
+  // whether it reads what it sees by then, too;
   // whether a turn at the tensor cores goes on to the next step's scores, and if so whether it ends there, and not when
   // gradients of queries have been added;
   // whether it is found where sums of queries lie before the products are waited for;
@@ -61,6 +62,9 @@ struct BackwardConfig {
   static constexpr bool kLongTurns = kHeadDim > 64, kEndsTurnsAtScores = kHeadDim == 96;
   static constexpr bool kReleasesEarly = kHeadDim != 96;
   static constexpr bool kAsksEarly = kHeadDim > 64;
+  static constexpr bool reads_seen_ahead(bool planned, bool plain) {
+    return kHidesPacked && planned && (kHeadDim != 128 || plain);
+  }
   // `plain`: there is neither a bias nor a transform of scores, nor turns.
   static constexpr bool finds_sums_early(bool plain) { return kHeadDim <= 96 || !plain; }
   static constexpr bool keeps_large_rows_apart(bool planned, bool plain) {

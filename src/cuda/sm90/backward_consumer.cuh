@@ -120,29 +120,29 @@ struct BackwardConsumer {
     int tile = -1;  // of the step before
     if (steps.group == Config::kConsumers - 1) pass_turn();
     steps.multiply(steps.scores, steps.block.keys, steps.queries());
-    float2 lse[Config::kEarlyPairs];
-    steps.read_pairs(lse, steps.facts().rows.lse);
+    typename Steps::template Ahead<Config::kEarlyPairs> ahead;
+    steps.read_ahead(ahead);
 #pragma unroll 1
     while (true) {
       // As in wait_for_step: the compiler forgets it from one round to the next.
       steps.mark = __reduce_or_sync(~0u, steps.mark);
       if (steps.has(Facts::kStartsHead)) {
         steps.start_head();
-        steps.read_pairs(lse, steps.facts().rows.lse);  // again: nothing else is kept in registers over that
+        steps.read_ahead(ahead);  // again: nothing else is kept in registers over that
       }
       float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
       steps.multiply(gradients, steps.block.values, steps.output_gradients());
       wgmma_wait<1>();
       settle(steps.scores);
       Fragments probabilities, packed;
-      steps.make_probabilities(probabilities, lse);
+      steps.make_probabilities(probabilities, ahead);
       std::uint32_t next_mark = 0;
       if (Config::kAsksEarly) next_mark = steps.next_mark();
       steps.add_products(dvalues, probabilities, steps.output_gradients());
       wgmma_wait<1>();
       settle(gradients);
       steps.make_score_gradients(probabilities, gradients);
-      steps.pack_fragments(gradients, packed);
+      steps.pack_score_gradients(gradients, packed);
       steps.wait_for_score_gradients(steps.last_number());
       steps.store_score_gradients(packed);
       const int last_tile = tile, own_stage = steps.stage();
@@ -172,7 +172,7 @@ struct BackwardConsumer {
       };
       // From here on of the next step, if there is one.
       steps.mark = next_mark;
-      steps.read_pairs(lse, steps.facts().rows.lse);
+      steps.read_ahead(ahead);
       wgmma_wait<0>();
       settle(dqueries);
       if (!steps.is_step(kMetOnce)) {

@@ -238,50 +238,64 @@ struct BackwardSteps {
     }
   }
 
-  // Overwrites what belongs to hidden scores by 0.
-  __device__ void hide(float (&fragment)[kRowNTiles][4]) const {
+  // What the thread sees of the step, a bit a score. A word has eight bits for the thread, two neighbours of every
+  // eight. Turned, those of four words, two of each key, stand side by side.
+  using Seen = std::uint32_t[Config::kWords / 2];
+  __device__ void read_seen(Seen& seen) const {
     static_assert(Config::kWords % 2 == 0);
     const std::uint32_t words = shared_address(&facts().words[key_column()]);
 #pragma unroll
-    for (int first_word = 0; first_word < Config::kWords; first_word += 2) {
-      // A word has eight bits for the thread, two neighbours of every eight. Turned, those of four words stand side by
-      // side.
-      std::uint32_t seen = 0;
+    for (int pair = 0; pair < Config::kWords / 2; ++pair) {
+      seen[pair] = 0;
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
-        const int key = part / 2, word = first_word + part % 2;
+        const int key = part / 2, word = 2 * pair + part % 2;
         // One after another: these loads stay in order, and take less registers.
         const std::uint32_t bits =
             load_shared(words + (key * 8 * Config::kWords + word) * static_cast<std::uint32_t>(sizeof(word)));
         const std::uint32_t own = 0x03030303u << (2 * part);
-        seen = (seen & ~own) | (__funnelshift_r(bits, bits, first_row() - 2 * part) & own);
-      }
-      seen = recomputed(seen);  // as in the forward's hide_listed
-#pragma unroll
-      for (int bit = 0; bit < 32; ++bit) {
-        const int n = bit / 8, part = bit % 8 / 2, word = first_word + part % 2;
-        if ((seen & (1u << bit)) == 0) fragment[4 * word + n][2 * (part / 2) + bit % 2] = 0;
+        seen[pair] = (seen[pair] & ~own) | (__funnelshift_r(bits, bits, first_row() - 2 * part) & own);
       }
     }
   }
 
-  // The same once these are packed, two neighbouring rows at a time. Shifted, the words have the first row of each
+  // Overwrites what belongs to hidden scores by 0.
+  __device__ static void hide(float (&fragment)[kRowNTiles][4], const Seen& seen) {
+#pragma unroll
+    for (int pair = 0; pair < Config::kWords / 2; ++pair) {
+      const std::uint32_t bits = recomputed(seen[pair]);  // as in the forward's hide_listed
+#pragma unroll
+      for (int bit = 0; bit < 32; ++bit) {
+        const int n = bit / 8, part = bit % 8 / 2, word = 2 * pair + part % 2;
+        if ((bits & (1u << bit)) == 0) fragment[4 * word + n][2 * (part / 2) + bit % 2] = 0;
+      }
+    }
+  }
+  __device__ void hide(float (&fragment)[kRowNTiles][4]) const {
+    Seen seen;
+    read_seen(seen);
+    hide(fragment, seen);
+  }
+
+  // The same once these are packed, two neighbouring rows at a time. Shifted, what is seen has the first row of each
   // eight, or the second, as the sign of a byte, which a permutation of bytes (PTX: prmt) spreads over half a word.
-  __device__ void hide_packed(Fragments& packed) const {
-    const std::uint32_t words = shared_address(&facts().words[key_column()]);
-    const int first_bit = first_row();
+  __device__ static void hide_packed(Fragments& packed, const Seen& seen) {
 #pragma unroll
-    for (int key = 0; key < 2; ++key)
+    for (int word = 0; word < Config::kWords; ++word)
 #pragma unroll
-      for (int word = 0; word < Config::kWords; ++word) {
-        const std::uint32_t bits =
-            load_shared(words + (key * 8 * Config::kWords + word) * static_cast<std::uint32_t>(sizeof(word)));
-        const std::uint32_t first = bits << (7 - first_bit), second = bits << (6 - first_bit);
+      for (int key = 0; key < 2; ++key) {
+        const int first_bit = 2 * (2 * key + word % 2);
+        const std::uint32_t first = seen[word / 2] << (7 - first_bit), second = seen[word / 2] << (6 - first_bit);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           packed[2 * word + n / 2][n % 2 * 2 + key] &= signs_of_bytes(first, second, n);
         }
       }
+  }
+  __device__ void hide_packed(Fragments& packed) const {
+    Seen seen;
+    read_seen(seen);
+    hide_packed(packed, seen);
   }
 
   __device__ static void pack_fragments(const float (&fragment)[kRowNTiles][4], Fragments& packed) {
@@ -306,8 +320,31 @@ struct BackwardSteps {
         gradients[n][2 * key + 1] = pair.y * (gradients[n][2 * key + 1] - delta.y);
       }
     }
-    if (!has(Facts::kFull)) hide(gradients);
+    if (!kHiddenAreZeros && !has(Facts::kFull)) hide(gradients);
     if (has(Facts::kSumsKeyBias)) add_key_bias_gradients(gradients);
+  }
+
+  // Hidden probabilities are zeros, and so are the gradients of hidden scores that are products of these, unless the
+  // gradient of such a probability is infinite or NaN, as hidden values may be: few tiles have to be hidden once more.
+  // Without a plan few tiles have hidden scores at all, and this costs others more than it saves (1 %).
+  static constexpr bool kHiddenAreZeros =
+      Block::kPlanned && Config::kUnpacksProbabilities && (kAbsent & Facts::kSumsKeyBias) != 0;
+
+  __device__ void pack_score_gradients(const float (&gradients)[kRowNTiles][4], Fragments& packed) const {
+    pack_fragments(gradients, packed);
+    if (kHiddenAreZeros && !has(Facts::kFull) && !is_finite(packed)) hide_packed(packed);
+  }
+  // Whether all numbers are finite: times 0 the others are NaN, and so are sums with these.
+  __device__ static bool is_finite(const Fragments& packed) {
+    std::uint32_t sums[4] = {};
+#pragma unroll
+    for (int depth = 0; depth < kRowNTiles / 2; ++depth)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] = multiply_add<Element>(packed[depth][i], 0, sums[i]);
+    // What is not NaN is 0 by now, and a NaN stays one.
+    const float2 pair = unpack<Element>(multiply_add<Element>(multiply_add<Element>(sums[0], 0, sums[1]), 0,
+                                                              multiply_add<Element>(sums[2], 0, sums[3])));
+    return pair.x + pair.y == 0;
   }
 
   // For the product with keys, which reads them as kTileKeys rows, and panels of 64 of the step's rows as columns.
@@ -588,18 +625,33 @@ struct BackwardSteps {
     arrive(shared_address(&block.shared.steps.empty[stage]));
   }
 
-  // lse: of the thread's rows, as many as were read before.
-  template <int kCount>
-  __device__ void make_probabilities(Fragments& packed, float2 (&lse)[kCount]) {
+  // What is read of a step before products that later reads would wait for: lse of kPairs pairs of the thread's rows
+  // and, as registers allow, what the thread sees.
+  static constexpr bool kReadsSeenAhead = Config::reads_seen_ahead(Block::kPlanned, Block::kIsPlain);
+  template <int kPairs>
+  struct Ahead {
+    float2 lse[kPairs];
+    Seen seen;
+  };
+  template <int kPairs>
+  __device__ void read_ahead(Ahead<kPairs>& ahead) const {
+    read_pairs(ahead.lse, facts().rows.lse);
+    if (kReadsSeenAhead && !has(Facts::kFull)) read_seen(ahead.seen);
+  }
+
+  template <int kPairs>
+  __device__ void make_probabilities(Fragments& packed, Ahead<kPairs>& ahead) {
     if (has(Facts::kTransforms)) make_scores();
     if (has(Facts::kLargeRows)) {
       subtract_large_rows();
-      read_pairs(lse, facts().rows.lse);  // again: there are no registers for both
+      read_ahead(ahead);  // again: there are no registers for both
     }
-    exponentiate([&](int n) { return n < kCount ? lse[n % kCount] : pair_of(facts().rows.lse, n); });
+    exponentiate([&](int n) { return n < kPairs ? ahead.lse[n % kPairs] : pair_of(facts().rows.lse, n); });
     if (!Config::kHidesPacked && !has(Facts::kFull)) hide(scores);
     pack_fragments(scores, packed);
-    if (Config::kHidesPacked && !has(Facts::kFull)) hide_packed(packed);
+    if (!Config::kHidesPacked || has(Facts::kFull)) return;
+    if (!kReadsSeenAhead) read_seen(ahead.seen);
+    hide_packed(packed, ahead.seen);
   }
 
   // Of the steps that are added up in key_bias_gradient.

@@ -26,8 +26,8 @@ struct ForwardScores {
   using Facts = typename Block::Facts;
   static constexpr bool kPlanned = Block::kPlanned;
   static constexpr int kTileKeys = Config::kTileKeys, kKeyNTiles = kTileKeys / 8;
-  static constexpr int kPlanTiles = kPlanned ? kTileKeys / kPlanTileKeys : 1;  // of a stage
-  static_assert(kPlanTiles <= 2);
+  static constexpr int kStageTiles = kPlanned ? Block::Planned::kStageTiles : 1;  // tiles of the plan
+  static_assert(kStageTiles <= 2);
 
   Block& block;
   int group;  // number of the consumer
@@ -39,7 +39,7 @@ struct ForwardScores {
   // The walk over tiles. Dense: the tile, from the last to the first, how many the consumer's rows see, and how many
   // all of them see in full. In a plan: the slot of the stage's facts, its marks, and the thread's bits of its tiles.
   int tile, seen_tiles, full_tiles, slot;
-  std::uint32_t marks, seen[kPlanTiles];
+  std::uint32_t marks, seen[kStageTiles];
 
   __device__ explicit ForwardScores(Block& block)
       : block(block),
@@ -94,7 +94,7 @@ struct ForwardScores {
     if constexpr (kPlanned) {
       marks = read_for_warp([&] { return facts().marks; });
 #pragma unroll
-      for (int tile = 0; tile < kPlanTiles; ++tile) {
+      for (int tile = 0; tile < kStageTiles; ++tile) {
         if (!is_full(tile)) seen[tile] = seen_of(tile);
       }
     }
@@ -141,7 +141,7 @@ struct ForwardScores {
   __device__ void hide() {
     if constexpr (kPlanned) {
       hide_listed<0>();
-      if constexpr (kPlanTiles == 2) hide_listed<1>();
+      if constexpr (kStageTiles == 2) hide_listed<1>();
     } else {
       hide_dense();
     }

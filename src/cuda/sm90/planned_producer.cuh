@@ -9,6 +9,7 @@
 // one. Those of values also bring queries, and announce works.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "cuda/attention/params.h"
@@ -50,6 +51,8 @@ struct PlannedSources {
   const std::int32_t *begins, *ends;
   const std::uint8_t* key_mask;
   const std::uint32_t* packed_words;
+  // Of keys before this one, most of a causal mask's, the block's rows see what packed words say: nothing cuts these.
+  std::int32_t uncut_end;
   const void* key_bias;
   const std::uint16_t *keys, *values;
   std::int32_t key_stride, value_stride;  // bytes from one to the next
@@ -86,6 +89,8 @@ __device__ inline void find_sources(const AttentionParams& params, const Work& w
   if (visibility.packed.defined()) {
     sources->packed_words = visibility.packed.words_at(offset_of(visibility.packed), work.first_row, 0);
   }
+  sources->uncut_end = visibility.is_causal ? work.first_row + 1 + work.existing - params.rows : INT_MAX;
+  if (visibility.begin.defined() || visibility.key_mask.defined()) sources->uncut_end = 0;
   // One that differs by row is left to consumers.
   sources->key_bias = params.bias.rows > 1                   ? nullptr
                       : params.bias.dtype == DType::kFloat32 ? static_cast<const void*>(at(params.bias, float()))
@@ -386,8 +391,7 @@ class KeyProducer {
         read_interval_and_mask(key, flight.seen);
       } else {
         // Together: a warp's read of a word takes as long as one of four, as it is of so many lines of memory.
-        const std::uint32_t* packed =
-            sources.packed_words + std::int64_t{key} * params_.visibility.packed.key_stride * kBandWords;
+        const std::uint32_t* packed = params_.visibility.packed.words_of_key(sources.packed_words, key);
         if (words() == Facts::kMostWords) {
           const uint4 four = *reinterpret_cast<const uint4*>(packed);
           flight.seen[0] = four.x, flight.seen[1] = four.y, flight.seen[2] = four.z, flight.seen[3] = four.w;
@@ -419,7 +423,7 @@ class KeyProducer {
       if (warp_ == 0) facts.marks = stage.marks;
       facts.box[warp_] = boxed ? key : -1;
     }
-    facts.bias[key_slot()] = bias_of(flight.bias);
+    if (sources().key_bias != nullptr) facts.bias[key_slot()] = bias_of(flight.bias);
     facts.key[key_slot()] = key;
   }
 
@@ -427,8 +431,7 @@ class KeyProducer {
   // keys' column tile in the tile of the plan.
   __device__ std::uint32_t pair_word(std::uint32_t visible) const {
     const std::uint32_t other = __shfl_xor_sync(~0u, visible, 1);
-    const std::uint32_t halves =
-        lane_ % 2 == 0 ? __byte_perm(visible, other, 0x5410) : __byte_perm(other, visible, 0x7632);
+    const std::uint32_t halves = __byte_perm(visible, other, lane_ % 2 == 0 ? 0x5410 : 0x3276);
     const int column_tile = key_slot() % kPlanTileKeys / 8;
     return __funnelshift_l(halves, halves, column_tile);
   }
@@ -454,29 +457,21 @@ class KeyProducer {
   // Says whether any row of the block sees the key.
   __device__ bool make_words(const InFlight& flight, Facts& facts) const {
     const bool packed = sources().packed_words != nullptr;
-    const RowRange range = range_of(flight, packed);
+    // Keys that do not exist have words without bits.
+    const bool uncut = packed && __all_sync(~0u, flight.key < sources().uncut_end);
+    const RowRange range = uncut ? RowRange{} : range_of(flight, packed);
     const int first_row = work().first_row;
     std::uint32_t any = 0;
-    const auto put = [&](int word, std::uint32_t visible) {
+#pragma unroll
+    for (int word = 0; word < Facts::kMostWords; ++word) {
+      if (word >= words()) break;
+      std::uint32_t visible = packed ? flight.seen[word] : ~0u;
+      if (!uncut) {
+        const int row = first_row + word * kWordRows;
+        visible &= bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
+      }
       facts.words[word][key_slot()] = pair_word(visible);
       any |= visible;
-    };
-    // Most tiles of a packed mask lie below the diagonal: no word has to be cut. Keys that do not exist have none.
-    const bool whole = flight.key < 0 || flight.key >= work().existing ||
-                       (range.begin <= first_row && range.end >= first_row + words() * kWordRows);
-    if (packed && __all_sync(~0u, whole)) {
-#pragma unroll
-      for (int word = 0; word < Facts::kMostWords; ++word) {
-        if (word < words()) put(word, flight.seen[word]);
-      }
-    } else {
-#pragma unroll
-      for (int word = 0; word < Facts::kMostWords; ++word) {
-        if (word >= words()) break;
-        const int row = first_row + word * kWordRows;
-        const std::uint32_t visible = bit_range(max(range.begin, 0) - row, max(range.end, 0) - row);
-        put(word, packed ? visible & flight.seen[word] : visible);
-      }
     }
     return any != 0;
   }

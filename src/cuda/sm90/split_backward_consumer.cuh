@@ -123,8 +123,8 @@ struct SplitBackwardConsumer {
     int last_tile = -1;  // of the step before
     steps.multiply(steps.scores, steps.block.keys, steps.queries());
     // Read before sums are sent to memory, behind which it would wait.
-    float2 lse[kRowNTiles];
-    read_lse(lse);
+    typename Steps::template Ahead<kRowNTiles> ahead;
+    steps.read_ahead(ahead);
     wgmma_wait<0>();
     settle(steps.scores);
 #pragma unroll 1
@@ -133,7 +133,7 @@ struct SplitBackwardConsumer {
       steps.mark = __reduce_or_sync(~0u, steps.mark);
       if (steps.has(Facts::kStartsHead) && steps.has(Facts::kBiased)) steps.read_key_bias();
       Fragments probabilities;
-      steps.make_probabilities(probabilities, lse);
+      steps.make_probabilities(probabilities, ahead);
       steps.wait_for_score_gradients(steps.last_number());
       store_probabilities(probabilities);
       begin_query_gradients(steps.last_number(), 0, dqueries);
@@ -153,7 +153,7 @@ struct SplitBackwardConsumer {
       steps.multiply(steps.scores, steps.block.keys, steps.queries());
       wgmma_wait<1>();
       settle(dqueries);
-      read_lse(lse);
+      steps.read_ahead(ahead);
       if (last_tile >= 0) {
         steps.add_query_gradients(dqueries, 1, last_tile);
         steps.pass_turn((steps.last_number() + Facts::kNumbers - 1) % Facts::kNumbers);
@@ -167,11 +167,6 @@ struct SplitBackwardConsumer {
     add_last_query_gradients(0, last_tile);
     add_last_query_gradients(1, last_tile);
     steps.pass_turn(steps.last_number());
-  }
-
-  __device__ void read_lse(float2 (&lse)[kRowNTiles]) const {
-#pragma unroll
-    for (int n = 0; n < kRowNTiles; ++n) lse[n] = steps.pair_of(steps.facts().rows.lse, n);
   }
 
   __device__ void add_last_query_gradients(int part, int tile) {
@@ -197,7 +192,7 @@ struct SplitBackwardConsumer {
       Fragments probabilities, packed;
       take_probabilities(probabilities);
       steps.make_score_gradients(probabilities, gradients);
-      steps.pack_fragments(gradients, packed);
+      steps.pack_score_gradients(gradients, packed);
       steps.store_score_gradients(packed);
       steps.publish_score_gradients();
       steps.add_products(sums, packed, steps.queries());

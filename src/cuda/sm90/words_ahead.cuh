@@ -30,33 +30,39 @@ class WordsAhead {
     __syncwarp();
   }
 
-  // Asks for those of the bands around `first_row`, unless they are there.
+  // Asks for those of the bands around `first_row`, unless they are there; zeros if nobody asks for the key's.
   __device__ void read(const PackedMask& packed, int warp, int lane, int first_row) {
     const int part = first_row / kRows, column = warp * kWarpKeys + lane;
-    if (!packed.defined() || part == part_[warp]) return;
+    if (part == part_[warp]) return;
     __syncwarp();  // all lanes know that
     if (lane == 0) part_[warp] = part;
     const std::uint32_t* words = of_key_[column];
-    if (words != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kBands; ++i) {
-        copy_async_16(shared_address(&words_[i][column]), words + (part * kBands + i) * packed.band_stride(), true);
-      }
+    for (int i = 0; i < kBands; ++i) {
+      const std::int64_t band = (part * kBands + i) * packed.band_stride();
+      copy_async_16(shared_address(&words_[i][column]), words == nullptr ? packed.words : words + band,
+                    words != nullptr);
     }
     commit_copies();
   }
-  // Once copies have been waited for: the word of 32 rows from `row` on, of a key for which it has been said where they
-  // lie.
+  // Those of a step that begins with `row`, when they have come; zeros if nobody asks for the key's.
+  __device__ void take(std::uint32_t (&words)[Config::kWords], int column, int row) const {
+    wait_copies<0>();
+    const std::uint32_t address = shared_address(&words_[row / kBandRows % kBands][column]) +
+                                  row % kBandRows / kWordRows * static_cast<int>(sizeof(std::uint32_t));
+    if constexpr (Config::kWords == 2) {
+      load_shared_8(words, address);
+    } else {
+      load_shared_16(words, address);
+    }
+  }
+
+  // Not read ahead: the word of 32 rows from `row` on, of a key for which it has been said where they lie.
   __device__ std::uint32_t word(const PackedMask& packed, int column, int row) const {
     // Unsigned, which takes a register less: head dim 256 has no other.
     const auto own_row = static_cast<std::uint32_t>(row), word = own_row % kBandRows / kWordRows;
-    if constexpr (!Config::kReadsWordsAhead) {
-      const std::uint64_t band = own_row / kBandRows;
-      return of_key_[column][band * static_cast<std::uint32_t>(packed.chunk_stride) * kBandWords + word];
-    } else {
-      return load_shared(shared_address(&words_[own_row / kBandRows % kBands][column]) +
-                         word * static_cast<std::uint32_t>(sizeof(word)));
-    }
+    const std::uint64_t band = own_row / kBandRows;
+    return of_key_[column][band * static_cast<std::uint32_t>(packed.chunk_stride) * kBandWords + word];
   }
 
  private:
