@@ -2,6 +2,8 @@
 // values stay in registers for the whole walk; those of queries are added up in global memory.
 #pragma once
 
+#include "cuda/attention/fragments.cuh"
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/backward_steps.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
@@ -28,7 +30,7 @@ struct BackwardConsumer {
       run_work();
       steps.release_work();
       steps.wait_for_next_step();
-      steps.wait_until_read();
+      steps.results().wait_until_read();
     }
   }
 
@@ -42,7 +44,7 @@ struct BackwardConsumer {
     if (any) {
       run_steps();
     } else {
-      steps.pass_turns_of_bias();
+      steps.results().pass_turns_of_bias();
     }
     steps.release_keys();
     store_results(any);
@@ -51,26 +53,26 @@ struct BackwardConsumer {
   // `any`: there is something to add.
   __device__ void store_results(bool any) {
     const BackwardParams& params = steps.block.params;
-    if (steps.is_segment()) {
-      if (any && params.wants_dkey) steps.add_segment(dkeys, 0);
-      if (any && params.wants_dvalue) steps.add_segment(dvalues, 1);
-      if (!steps.is_last_segment()) return;
-      if (params.wants_dkey) steps.take_segments(dkeys, 0);
-      if (params.wants_dvalue) steps.take_segments(dvalues, 1);
+    if (steps.results().is_segment()) {
+      if (any && params.wants_dkey) steps.results().add_segment(dkeys, 0);
+      if (any && params.wants_dvalue) steps.results().add_segment(dvalues, 1);
+      if (!steps.results().is_last_segment()) return;
+      if (params.wants_dkey) steps.results().take_segments(dkeys, 0);
+      if (params.wants_dvalue) steps.results().take_segments(dvalues, 1);
     }
-    if (!steps.stores()) {
-      steps.await_turn_of_keys();
-      if (any && params.wants_dkey) steps.add_up(dkeys, params.dkey_sums, params.score.scale);
-      if (any && params.wants_dvalue) steps.add_up(dvalues, params.dvalue_sums, 1);
-      steps.pass_turn_of_keys();
+    if (!steps.results().stores()) {
+      steps.results().await_turn_of_keys();
+      if (any && params.wants_dkey) steps.results().add_up(dkeys, params.dkey_sums, params.score.scale);
+      if (any && params.wants_dvalue) steps.results().add_up(dvalues, params.dvalue_sums, 1);
+      steps.results().pass_turn_of_keys();
       return;
     }
     if constexpr (Config::kStoresBoxes) {
-      if (params.wants_dkey) steps.store_boxes(dkeys, 0, steps.block.maps.dkey, params.score.scale);
-      if (params.wants_dvalue) steps.store_boxes(dvalues, 1, steps.block.maps.dvalue, 1);
+      if (params.wants_dkey) steps.results().store_boxes(dkeys, 0, steps.block.maps.dkey, params.score.scale);
+      if (params.wants_dvalue) steps.results().store_boxes(dvalues, 1, steps.block.maps.dvalue, 1);
     } else {
-      if (params.wants_dkey) steps.store(dkeys, params.dkey, params.head_dim, params.score.scale);
-      if (params.wants_dvalue) steps.store(dvalues, params.dvalue, params.value_dim, 1);
+      if (params.wants_dkey) steps.results().store(dkeys, params.dkey, params.head_dim, params.score.scale);
+      if (params.wants_dvalue) steps.results().store(dvalues, params.dvalue, params.value_dim, 1);
     }
   }
 
@@ -84,7 +86,7 @@ struct BackwardConsumer {
   // All steps of the work; the first one exists. Those that store dquery have a loop of their own: in the other one
   // that code, skipped at most steps, would take 5 to 10 % of the time.
   __device__ void run_steps() {
-    if (steps.lane() == 0) steps.head() = steps.facts().head;
+    if (steps.lane() == 0) steps.results().head() = steps.facts().head;
     __syncwarp();
     if constexpr (Block::kStoresQueries) {
 #pragma unroll 1
@@ -101,7 +103,7 @@ struct BackwardConsumer {
     } else {
       run_like_steps<false>();
     }
-    if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
+    if (steps.has(Facts::kSumsKeyBias)) steps.results().flush_key_bias_gradients(steps.results().head());
   }
 
   // Steps up to the next one that, unlike these, stores dquery or does not. Gradients of queries are computed a step
@@ -127,7 +129,7 @@ struct BackwardConsumer {
       // As in wait_for_step: the compiler forgets it from one round to the next.
       steps.mark = __reduce_or_sync(~0u, steps.mark);
       if (steps.has(Facts::kStartsHead)) {
-        steps.start_head();
+        steps.results().start_head();
         steps.read_ahead(ahead);  // again: nothing else is kept in registers over that
       }
       float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
@@ -155,7 +157,7 @@ struct BackwardConsumer {
       steps.add_products(dkeys, packed, steps.queries());
       if (!Config::kLongTurns) pass_turn();
       steps.publish_score_gradients();
-      float* sums = steps.query_sums(steps.group, last_tile);
+      float* sums = steps.results().query_sums(steps.group, last_tile);
       // Found here, where the compiler would do so later.
       if (Config::finds_sums_early(Block::kIsPlain)) sums = recomputed(sums);
       const auto end_step = [&] {
@@ -198,18 +200,17 @@ struct BackwardConsumer {
     settle(dkeys[0]);
     settle(dvalues[0]);
     steps.wait_for_turn(steps.last_number());
-    give_query_gradients<kMetOnce>(dqueries, steps.last_number(), steps.query_sums(steps.group, tile));
+    give_query_gradients<kMetOnce>(dqueries, steps.last_number(), steps.results().query_sums(steps.group, tile));
     steps.pass_turn(steps.last_number());
   }
 
   // Those of the step with that number.
   template <bool kMetOnce>
-  __device__ void give_query_gradients(const float (&dqueries)[kQueryNTiles][4], std::uint32_t step,
-                                       float* sums) const {
+  __device__ void give_query_gradients(const float (&dqueries)[kQueryNTiles][4], std::uint32_t step, float* sums) {
     if constexpr (kMetOnce) {
-      steps.store_query_gradients(dqueries, steps.group, step);
+      steps.results().store_query_gradients(dqueries, steps.group, step);
     } else {
-      steps.add_query_gradients(dqueries, steps.group, sums);
+      steps.results().add_query_gradients(dqueries, steps.group, sums);
     }
   }
 };

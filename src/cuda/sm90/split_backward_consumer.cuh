@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "cuda/attention/fragments.cuh"
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/backward_steps.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
@@ -58,7 +60,7 @@ struct SplitBackwardConsumer {
         add_up_keys();
       }
     } else if (!kOwnsValues) {
-      steps.pass_turns_of_bias();
+      steps.results().pass_turns_of_bias();
     }
     steps.release_keys();
     const BackwardParams& params = steps.block.params;
@@ -72,18 +74,18 @@ struct SplitBackwardConsumer {
   // `any`: there is something to add.
   __device__ void store_or_add(bool wanted, bool any, const TokenView& target, int columns, float* target_sums,
                                float factor) {
-    if (steps.is_segment()) {
+    if (steps.results().is_segment()) {
       if (!wanted) return;
-      if (any) steps.add_segment(sums, steps.group);
-      if (!steps.is_last_segment()) return;
-      steps.take_segments(sums, steps.group);
+      if (any) steps.results().add_segment(sums, steps.group);
+      if (!steps.results().is_last_segment()) return;
+      steps.results().take_segments(sums, steps.group);
     }
-    if (!steps.stores()) {
-      steps.await_turn_of_keys();
-      if (wanted && any) steps.add_up(sums, target_sums, factor);
-      steps.pass_turn_of_keys();
+    if (!steps.results().stores()) {
+      steps.results().await_turn_of_keys();
+      if (wanted && any) steps.results().add_up(sums, target_sums, factor);
+      steps.results().pass_turn_of_keys();
     } else if (wanted) {
-      steps.store(sums, target, columns, factor);
+      steps.results().store(sums, target, columns, factor);
     }
   }
 
@@ -143,7 +145,7 @@ struct SplitBackwardConsumer {
       settle(dqueries);
       if (last_tile >= 0) {
         steps.wait_for_turn(steps.last_number());
-        steps.add_query_gradients(dqueries, 0, last_tile);
+        steps.results().add_query_gradients(dqueries, 0, last_tile);
       }
       begin_query_gradients<true>(steps.last_number(), 1, dqueries);
       wgmma_wait<1>();
@@ -155,7 +157,7 @@ struct SplitBackwardConsumer {
       settle(dqueries);
       steps.read_ahead(ahead);
       if (last_tile >= 0) {
-        steps.add_query_gradients(dqueries, 1, last_tile);
+        steps.results().add_query_gradients(dqueries, 1, last_tile);
         steps.pass_turn((steps.last_number() + Facts::kNumbers - 1) % Facts::kNumbers);
       }
       last_tile = own_tile;
@@ -175,11 +177,11 @@ struct SplitBackwardConsumer {
     wgmma_wait<0>();
     settle(dqueries);
     settle(sums[0]);
-    steps.add_query_gradients(dqueries, part, tile);
+    steps.results().add_query_gradients(dqueries, part, tile);
   }
 
   __device__ void add_up_keys() {
-    if (steps.lane() == 0) steps.head() = steps.facts().head;
+    if (steps.lane() == 0) steps.results().head() = steps.facts().head;
     __syncwarp();
     float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
     steps.multiply(gradients, steps.block.values, steps.output_gradients());
@@ -188,7 +190,7 @@ struct SplitBackwardConsumer {
 #pragma unroll 1
     do {
       steps.mark = __reduce_or_sync(~0u, steps.mark);
-      if (steps.has(Facts::kStartsHead)) steps.start_sums_of_head();  // consumer 1 needs no bias
+      if (steps.has(Facts::kStartsHead)) steps.results().start_sums_of_head();  // consumer 1 needs no bias
       Fragments probabilities, packed;
       take_probabilities(probabilities);
       steps.make_score_gradients(probabilities, gradients);
@@ -207,19 +209,19 @@ struct SplitBackwardConsumer {
       wgmma_wait<1>();
       settle(dqueries);
       steps.wait_for_turn(steps.last_number());
-      steps.add_query_gradients(dqueries, kFirstPanels, own_tile);
+      steps.results().add_query_gradients(dqueries, kFirstPanels, own_tile);
       if constexpr (kPanels > kFirstPanels + 1) {
         begin_query_gradients<true>(steps.last_number(), kFirstPanels + 1, dqueries);
         wgmma_wait<0>();
         settle(dqueries);
-        steps.add_query_gradients(dqueries, kFirstPanels + 1, own_tile);
+        steps.results().add_query_gradients(dqueries, kFirstPanels + 1, own_tile);
       } else {
         wgmma_wait<0>();
       }
       steps.pass_turn(steps.last_number());
       settle(gradients);
     } while (steps.has(Facts::kExists));
-    if (steps.has(Facts::kSumsKeyBias)) steps.flush_key_bias_gradients(steps.head());
+    if (steps.has(Facts::kSumsKeyBias)) steps.results().flush_key_bias_gradients(steps.results().head());
   }
 };
 
