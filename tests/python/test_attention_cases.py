@@ -10,6 +10,7 @@ import torch
 from cases import (
     INF,
     NAN,
+    assert_hidden_products_do_not_matter,
     assert_same_bits,
     default_dtype,
     dtypes,
@@ -294,6 +295,15 @@ def test_visible_score_of_plus_infinity_breaks_its_row(dtype: torch.dtype) -> No
     others = torch.ones(2, 33, 4, dtype=torch.bool)
     others[0, 7, 1] = False
     assert got["out"][others].isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [None, (2, 1, 257)], ids=["plain", "biased"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hidden_products_out_of_range(dtype: torch.dtype, head_dim: int, bias: tuple[int, ...] | None) -> None:
+    if dtype == torch.float16:
+        pytest.skip("it has no such numbers")
+    case = make_case(2, 4, 2, 270, 257, head_dim, dtype=dtype, bias=bias)
+    assert_hidden_products_do_not_matter(case, run_library)
 
 
 # ---- Regression cases of the original implementation.
