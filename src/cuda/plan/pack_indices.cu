@@ -6,6 +6,7 @@
 #include "cuda/launch_blocks.cuh"
 #include "cuda/plan/pack_mask.h"
 #include "cuda/plan/row_list.cuh"
+#include "cuda/plan/rows_past_last.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/dynamic_shared.cuh"
 
@@ -101,11 +102,7 @@ __global__ __launch_bounds__(Strip::kThreads,
   }
   __syncthreads();
 
-  const auto missing = [&](std::int32_t word) {  // bits of rows past the last
-    const std::int32_t left = min(max(rows - word * kWordRows, 0), kWordRows);
-    return left == kWordRows ? 0 : ~0u << left;
-  };
-  const std::uint32_t missing_low = missing(0), missing_high = missing(1);
+  const std::uint32_t missing_low = rows_past_last(rows, 0), missing_high = rows_past_last(rows, 1);
   const std::int64_t first_entry = (std::int64_t{plane} * shape.chunks + chunk) * shape.keys;
   std::uint32_t* unit_words =
       shape.words + shape.packed.word_offset(first_entry, static_cast<std::int32_t>(unit) * kUnitRows, first_key);

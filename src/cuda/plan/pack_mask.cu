@@ -2,6 +2,7 @@
 
 #include "core/arena.h"
 #include "cuda/launch_blocks.cuh"
+#include "cuda/plan/rows_past_last.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 
@@ -57,12 +58,6 @@ __device__ inline PackBlock pack_block(const PackShape& shape) {
 __device__ inline std::uint32_t nonzero_bytes(std::uint32_t bytes) {
   // 0x7f carries into the top bit unless the low seven are zero.
   return (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
-}
-
-// The bits of a word that stand for rows past the last of `rows`.
-__device__ inline std::uint32_t rows_past_last(int rows, int word) {
-  const int left = min(max(rows - word * kWordRows, 0), kWordRows);
-  return left == kWordRows ? 0 : ~0u << left;
 }
 
 // Keys [begin, end) of four neighbours in a row, a byte each; `entries` points at the first. The others are 0 and not

@@ -52,27 +52,28 @@ struct BackwardConsumer {
 
   // `any`: there is something to add.
   __device__ void store_results(bool any) {
+    const auto results = steps.results();
     const BackwardParams& params = steps.block.params;
-    if (steps.results().is_segment()) {
-      if (any && params.wants_dkey) steps.results().add_segment(dkeys, 0);
-      if (any && params.wants_dvalue) steps.results().add_segment(dvalues, 1);
-      if (!steps.results().is_last_segment()) return;
-      if (params.wants_dkey) steps.results().take_segments(dkeys, 0);
-      if (params.wants_dvalue) steps.results().take_segments(dvalues, 1);
+    if (results.is_segment()) {
+      if (any && params.wants_dkey) results.add_segment(dkeys, 0);
+      if (any && params.wants_dvalue) results.add_segment(dvalues, 1);
+      if (!results.is_last_segment()) return;
+      if (params.wants_dkey) results.take_segments(dkeys, 0);
+      if (params.wants_dvalue) results.take_segments(dvalues, 1);
     }
-    if (!steps.results().stores()) {
-      steps.results().await_turn_of_keys();
-      if (any && params.wants_dkey) steps.results().add_up(dkeys, params.dkey_sums, params.score.scale);
-      if (any && params.wants_dvalue) steps.results().add_up(dvalues, params.dvalue_sums, 1);
-      steps.results().pass_turn_of_keys();
+    if (!results.stores()) {
+      results.await_turn_of_keys();
+      if (any && params.wants_dkey) results.add_up(dkeys, params.dkey_sums, params.score.scale);
+      if (any && params.wants_dvalue) results.add_up(dvalues, params.dvalue_sums, 1);
+      results.pass_turn_of_keys();
       return;
     }
     if constexpr (Config::kStoresBoxes) {
-      if (params.wants_dkey) steps.results().store_boxes(dkeys, 0, steps.block.maps.dkey, params.score.scale);
-      if (params.wants_dvalue) steps.results().store_boxes(dvalues, 1, steps.block.maps.dvalue, 1);
+      if (params.wants_dkey) results.store_boxes(dkeys, 0, steps.block.maps.dkey, params.score.scale);
+      if (params.wants_dvalue) results.store_boxes(dvalues, 1, steps.block.maps.dvalue, 1);
     } else {
-      if (params.wants_dkey) steps.results().store(dkeys, params.dkey, params.head_dim, params.score.scale);
-      if (params.wants_dvalue) steps.results().store(dvalues, params.dvalue, params.value_dim, 1);
+      if (params.wants_dkey) results.store(dkeys, params.dkey, params.head_dim, params.score.scale);
+      if (params.wants_dvalue) results.store(dvalues, params.dvalue, params.value_dim, 1);
     }
   }
 
@@ -129,7 +130,7 @@ struct BackwardConsumer {
       // As in wait_for_step: the compiler forgets it from one round to the next.
       steps.mark = __reduce_or_sync(~0u, steps.mark);
       if (steps.has(Facts::kStartsHead)) {
-        steps.results().start_head();
+        steps.start_head();
         steps.read_ahead(ahead);  // again: nothing else is kept in registers over that
       }
       float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];

@@ -245,13 +245,9 @@ struct BackwardResults {
     }
   }
 
-  // Of the steps that are added up in steps.key_bias_gradient.
+  // Of the steps that are added up in key_bias_gradient.
   __device__ int& head() const { return steps.block.shared.heads[4 * steps.group + steps.warp()]; }
 
-  __device__ void start_head() {
-    start_sums_of_head();
-    if (steps.has(Facts::kBiased)) steps.read_key_bias();
-  }
   __device__ void start_sums_of_head() {
     const BroadcastView& dbias = steps.rare_params().dbias;
     const int batch = steps.work().block.batch, next = steps.facts().head;

@@ -256,7 +256,9 @@ struct BackwardSteps {
   }
 
   // Overwrites what belongs to hidden scores by 0.
-  __device__ static void hide(float (&fragment)[kRowNTiles][4], const Seen& seen) {
+  __device__ void hide(float (&fragment)[kRowNTiles][4]) const {
+    Seen seen;
+    read_seen(seen);
 #pragma unroll
     for (int pair = 0; pair < Config::kWords / 2; ++pair) {
       const std::uint32_t bits = recomputed(seen[pair]);  // as in the forward's hide_listed
@@ -267,12 +269,6 @@ struct BackwardSteps {
       }
     }
   }
-  __device__ void hide(float (&fragment)[kRowNTiles][4]) const {
-    Seen seen;
-    read_seen(seen);
-    hide(fragment, seen);
-  }
-
   // The same once these are packed, two neighbouring rows at a time. Shifted, what is seen has the first row of each
   // eight, or the second, as the sign of a byte, which a permutation of bytes (PTX: prmt) spreads over half a word.
   __device__ static void hide_packed(Fragments& packed, const Seen& seen) {
@@ -438,6 +434,11 @@ struct BackwardSteps {
   }
 
   __device__ BackwardResults<Block, BackwardSteps> results() { return {*this}; }
+
+  __device__ void start_head() {
+    results().start_sums_of_head();
+    if (has(Facts::kBiased)) read_key_bias();
+  }
 };
 
 }  // namespace flash_dmattn::internal::cuda::sm90

@@ -74,18 +74,19 @@ struct SplitBackwardConsumer {
   // `any`: there is something to add.
   __device__ void store_or_add(bool wanted, bool any, const TokenView& target, int columns, float* target_sums,
                                float factor) {
-    if (steps.results().is_segment()) {
+    const auto results = steps.results();
+    if (results.is_segment()) {
       if (!wanted) return;
-      if (any) steps.results().add_segment(sums, steps.group);
-      if (!steps.results().is_last_segment()) return;
-      steps.results().take_segments(sums, steps.group);
+      if (any) results.add_segment(sums, steps.group);
+      if (!results.is_last_segment()) return;
+      results.take_segments(sums, steps.group);
     }
-    if (!steps.results().stores()) {
-      steps.results().await_turn_of_keys();
-      if (wanted && any) steps.results().add_up(sums, target_sums, factor);
-      steps.results().pass_turn_of_keys();
+    if (!results.stores()) {
+      results.await_turn_of_keys();
+      if (wanted && any) results.add_up(sums, target_sums, factor);
+      results.pass_turn_of_keys();
     } else if (wanted) {
-      steps.results().store(sums, target, columns, factor);
+      results.store(sums, target, columns, factor);
     }
   }
 
