@@ -72,12 +72,8 @@ struct ForwardConfig {
                                             : kHeadDim > 128 ? 216
                                             : kHeadDim == 64 ? 192
                                                              : 200;
-  static constexpr int kProducerRegisters = kConsumers == 3  ? 32
-                                            : !kPlanned      ? 40
-                                            : kHeadDim == 64 ? 80
-                                            : kHeadDim == 96 ? 64
-                                                             : 72;
-  static constexpr int kValueProducerRegisters = kHeadDim <= 96 ? 48 : 40;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kPlanned ? 40 : kHeadDim == 64 ? 80 : 72;
+  static constexpr int kValueProducerRegisters = kHeadDim == 64 ? 48 : 40;
   static_assert(kConsumers == 3
                     ? has_registers({kConsumerRegisters, kConsumerRegisters, kConsumerRegisters, kProducerRegisters})
                 : kProducers == 2 ? has_registers({kConsumerRegisters, kConsumerRegisters, kProducerRegisters,

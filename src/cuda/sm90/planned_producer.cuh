@@ -173,15 +173,16 @@ class StageCopier {
       : pipeline_(pipeline), map_(map), columns_(columns), warp_(warp), lane_(lane), stages_(stages) {}
 
   // From here on of another work. `base`: of its key head; `stride`: bytes from one row to the next.
-  __device__ void start(const std::uint16_t* base, std::int32_t stride) {
+  __device__ void start(const Work& work, const std::uint16_t* base, std::int32_t stride) {
+    key_head_ = work.key_head, batch_ = work.batch;
     base_ = base + lane_ % 8 * 8;
     stride_ = stride;
   }
 
-  // The warp's share of the next stage, once that is empty.
-  __device__ void bring(const Work& work, const Facts& facts) {
+  // The warp's share of the next stage, once that is empty. `box`: that of the facts, by a reduction, as the copy
+  // engine is told of it by an instruction that else stands in a loop over lanes.
+  __device__ void bring(const Facts& facts, std::int32_t box) {
     const std::uint32_t full = full_barrier();
-    const std::int32_t box = facts.box[warp_];
     wait(shared_address(&pipeline_.empty[at_.stage]), at_.parity ^ 1);
     const std::uint32_t target = stages_ + at_.stage * (kPanels * kPanelBytes) + warp_ * kWarpKeys * 128;
     if (box < 0) {
@@ -190,7 +191,7 @@ class StageCopier {
       expect_bytes(full, kPanels * kWarpKeys * 128);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        load_box(target + panel * kPanelBytes, map_, panel * 64, box, work.key_head, work.batch, full);
+        load_box(target + panel * kPanelBytes, map_, panel * 64, box, key_head_, batch_, full);
       }
     }
     arrive_when_copied(full);
@@ -198,6 +199,7 @@ class StageCopier {
   __device__ std::uint32_t full_barrier() const { return shared_address(&pipeline_.full[at_.stage]); }
   __device__ void advance() { at_.advance(); }
   __device__ int lane() const { return lane_; }
+  __device__ int warp() const { return warp_; }
 
  private:
   static constexpr int kPanels = Config::panels(kColumns);
@@ -229,6 +231,7 @@ class StageCopier {
 
   Pipeline<kStages>& pipeline_;
   const CUtensorMap& map_;
+  std::int32_t key_head_ = 0, batch_ = 0;
   const std::uint16_t* base_ = nullptr;  // from the lane's piece of a row on
   std::int32_t stride_ = 0;
   const int columns_, warp_, lane_;
@@ -261,7 +264,7 @@ class ValueProducer {
 
   // Once over all tiles.
   __device__ void run(const Work& work, const PlannedSources& sources) {
-    copier_.start(sources.values, sources.value_stride);
+    copier_.start(work, sources.values, sources.value_stride);
     bool more = true;
 #pragma unroll 1
     while (more) {
@@ -271,7 +274,7 @@ class ValueProducer {
       if (copier_.lane() == 0) arrive(shared_address(&keys_.empty[key_at_.stage]));
       const auto& facts = shared_.facts[slot_];
       more = (facts.marks & facts.kLast) == 0;
-      copier_.bring(work, facts);
+      copier_.bring(facts, __reduce_max_sync(~0u, facts.box[copier_.warp()]));
       copier_.advance();
       key_at_.advance();
       slot_ = shared_.next_slot(slot_);
@@ -304,7 +307,10 @@ class KeyProducer {
   __device__ void run(int work_slot) {
     work_slot_ = work_slot;
     const PlannedSources& sources = this->sources();
-    copier_.start(sources.keys, sources.key_stride);
+    existing_ = work().existing, uncut_end_ = sources.uncut_end;
+    listed_ = sources.listed, packed_words_ = sources.packed_words;
+    has_bias_ = sources.key_bias != nullptr;
+    copier_.start(work(), sources.keys, sources.key_stride);
     const bool pairs = params_.pairs_heads;
     Queue queue(sources, work().first_row % kChunkRows / kUnitRows, pairs ? 1 : 2, shared_.tiles[warp_], lane_);
     Stage stage = next_stage(&queue), next = next_stage(&queue);
@@ -314,14 +320,14 @@ class KeyProducer {
 #pragma unroll 1
     while (more) {
       Facts& facts = shared_.facts[slot_];
-      make_facts(stage, flight, facts);
+      const std::int32_t box = make_facts(stage, flight, facts);
       __syncwarp();
       flight = request_facts(next.tile, next_index);
       more = (stage.marks & Facts::kLast) == 0;
       stage = next;
       next = next_stage(&queue);
       next_index = request_index(next.tile);
-      copier_.bring(work(), facts);
+      copier_.bring(facts, box);
       if (lane_ == 0) arrive(copier_.full_barrier());  // with what the warp wrote of facts
       copier_.advance();
       slot_ = Shared::next_slot(slot_);
@@ -365,9 +371,9 @@ class KeyProducer {
   // The lane's key, or -1.
   __device__ std::int32_t request_index(int tile) const {
     if (tile == Queue::kNoTile) return -1;
-    const PlannedSources& sources = this->sources();
     const int position = Queue::position(tile) * kPlanTileKeys + key_slot() % kPlanTileKeys;
-    if (sources.listed != nullptr) return sources.listed[position];  // padded to whole tiles
+    if (listed_ != nullptr) return listed_[position];  // padded to whole tiles
+    const PlannedSources& sources = this->sources();
     return position < sources.count ? sources.first + position : -1;
   }
 
@@ -383,15 +389,14 @@ class KeyProducer {
   }
 
   __device__ InFlight request_facts(int tile, std::int32_t key) const {
-    const PlannedSources& sources = this->sources();
     InFlight flight = {key, {}, 0};
-    if (key < 0 || key >= work().existing) return flight;
+    if (key < 0 || key >= existing_) return flight;
     if (!Queue::is_full(tile)) {
-      if (sources.packed_words == nullptr) {
+      if (packed_words_ == nullptr) {
         read_interval_and_mask(key, flight.seen);
       } else {
         // Together: a warp's read of a word takes as long as one of four, as it is of so many lines of memory.
-        const std::uint32_t* packed = params_.visibility.packed.words_of_key(sources.packed_words, key);
+        const std::uint32_t* packed = params_.visibility.packed.words_of_key(packed_words_, key);
         if (words() == Facts::kMostWords) {
           const uint4 four = *reinterpret_cast<const uint4*>(packed);
           flight.seen[0] = four.x, flight.seen[1] = four.y, flight.seen[2] = four.z, flight.seen[3] = four.w;
@@ -401,10 +406,11 @@ class KeyProducer {
         }
       }
     }
-    if (sources.key_bias != nullptr) {
+    if (has_bias_) {
+      const void* key_bias = sources().key_bias;
       const std::int64_t offset = key * params_.bias.key_stride;
-      flight.bias = params_.bias.dtype == DType::kFloat32 ? static_cast<const std::uint32_t*>(sources.key_bias)[offset]
-                                                          : static_cast<const std::uint16_t*>(sources.key_bias)[offset];
+      flight.bias = params_.bias.dtype == DType::kFloat32 ? static_cast<const std::uint32_t*>(key_bias)[offset]
+                                                          : static_cast<const std::uint16_t*>(key_bias)[offset];
     }
     return flight;
   }
@@ -414,17 +420,19 @@ class KeyProducer {
     return static_cast<float>(__builtin_bit_cast(Element, static_cast<std::uint16_t>(bits)));
   }
 
-  __device__ void make_facts(const Stage& stage, const InFlight& flight, Facts& facts) const {
+  // Returns the box, as `bring` wants it.
+  __device__ std::int32_t make_facts(const Stage& stage, const InFlight& flight, Facts& facts) const {
     const bool seen = Queue::is_full(stage.tile) || make_words(flight, facts);
     const std::int32_t key = seen ? flight.key : -1;
-    // Neighbours that are all there come as a box.
-    const bool boxed = __all_sync(~0u, key >= 0) && sources().listed == nullptr;
+    // Neighbours that are all there come as a box: the least is the first of them, or -1.
+    const std::int32_t first = __reduce_min_sync(~0u, key), box = listed_ == nullptr ? first : -1;
     if (lane_ == 0) {
       if (warp_ == 0) facts.marks = stage.marks;
-      facts.box[warp_] = boxed ? key : -1;
+      facts.box[warp_] = box;
     }
-    if (sources().key_bias != nullptr) facts.bias[key_slot()] = bias_of(flight.bias);
+    if (has_bias_) facts.bias[key_slot()] = bias_of(flight.bias);
     facts.key[key_slot()] = key;
+    return box;
   }
 
   // Of the key's word and its neighbour's the halves of the same rows, side by side, turned left by the number of the
@@ -439,7 +447,7 @@ class KeyProducer {
   // The rows that see the key, but for a packed mask.
   __device__ RowRange range_of(const InFlight& flight, bool packed) const {
     const std::int32_t key = flight.key;
-    if (key < 0 || key >= work().existing) return {0, 0};
+    if (key < 0 || key >= existing_) return {0, 0};
     std::uint32_t seen[Facts::kMostWords];
     if (packed) {
       read_interval_and_mask(key, seen);
@@ -449,16 +457,16 @@ class KeyProducer {
     }
     RowRange range = {static_cast<std::int32_t>(seen[kBegin]),
                       min(static_cast<std::int32_t>(seen[kEnd]), params_.rows)};
-    if (params_.visibility.is_causal) range.begin = max(range.begin, key - (work().existing - params_.rows));
+    if (params_.visibility.is_causal) range.begin = max(range.begin, key - (existing_ - params_.rows));
     if (seen[kMask] == 0) range.end = 0;
     return range;
   }
 
   // Says whether any row of the block sees the key.
   __device__ bool make_words(const InFlight& flight, Facts& facts) const {
-    const bool packed = sources().packed_words != nullptr;
+    const bool packed = packed_words_ != nullptr;
     // Keys that do not exist have words without bits.
-    const bool uncut = packed && __all_sync(~0u, flight.key < sources().uncut_end);
+    const bool uncut = packed && __all_sync(~0u, flight.key < uncut_end_);
     const RowRange range = uncut ? RowRange{} : range_of(flight, packed);
     const int first_row = work().first_row;
     std::uint32_t any = 0;
@@ -481,6 +489,11 @@ class KeyProducer {
   Shared& shared_;
   const WorkRing& ring_;
   int work_slot_ = 0;
+  // What every stage asks for of the work, in registers: a read of shared memory waits behind those of products.
+  const std::int32_t* listed_ = nullptr;
+  const std::uint32_t* packed_words_ = nullptr;
+  std::int32_t existing_ = 0, uncut_end_ = 0;
+  bool has_bias_ = false;
   const int warp_, lane_;
   int slot_ = 0;  // of the facts
 };
