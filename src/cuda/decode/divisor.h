@@ -7,6 +7,15 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// The upper half of a product.
+constexpr std::uint32_t upper_product(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return __umulhi(a, b);  // of the expression below the compiler makes three instructions
+#else
+  return static_cast<std::uint32_t>(std::uint64_t{a} * b >> 32);
+#endif
+}
+
 class Divisor {
  public:
   // 1 to 2^31 - 1.
@@ -20,7 +29,7 @@ class Divisor {
   // dividend / value, exact for less than 2^31 because the factor is too large by less than 2^shift / value. Of twice
   // the dividend, so that the upper half of the product is all that is asked for.
   constexpr std::uint32_t quotient(std::uint32_t dividend) const {
-    return static_cast<std::uint32_t>(std::uint64_t{2 * dividend} * factor_ >> 32) >> shift_;
+    return upper_product(2 * dividend, factor_) >> shift_;
   }
 
  private:

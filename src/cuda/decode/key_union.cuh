@@ -140,8 +140,10 @@ class KeyUnion {
     const std::int32_t* source = list.entries + first * list.stride;
     const std::int64_t stride = step * list.stride;
     const std::int32_t left = static_cast<std::int32_t>(list.count) - first;
+    // From one to the next: a product for each takes twice as many instructions.
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) entries[j] = j * step < left ? __ldg(source + j * stride) : -1;
+    for (int j = 0; j < kCount; ++j, source = recomputed(source + stride))
+      entries[j] = j * step < left ? __ldg(source) : -1;
   }
   __device__ RowList list_of(int m) const {
     return list_of_row(params_.indices, block_.batch, block_.head(m), block_.row(m));
@@ -191,11 +193,11 @@ class KeyUnion {
     for (;;) {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const auto key = static_cast<std::uint32_t>(keys[j]);                               // large: no key
-        const std::uint32_t stripe = params_.stripes.stripe_of(key), bit = stripe - range;  // large: a range before
-        if (key >= static_cast<std::uint32_t>(limit) || bit >= stripes || params_.stripes.key_of(split, stripe) != key)
-          continue;
-        atomicOr(bits_ + bit / 32, 1u << bit % 32);
+        const auto key = static_cast<std::uint32_t>(keys[j]);
+        const std::uint32_t stripe = params_.stripes.stripe_of(key), bit = stripe - range;
+        const bool own = (key < static_cast<std::uint32_t>(limit)) & (bit < stripes) &
+                         (params_.stripes.key_of(split, stripe) == key);
+        if (own) atomicOr(bits_ + bit / 32, 1u << bit % 32);
       }
       i += kBatch * kThreads;
       if (i >= list.count) return;

@@ -25,9 +25,10 @@ class Stripes {
   constexpr std::uint32_t key_of(std::int32_t split, std::uint32_t stripe) const {
     constexpr std::uint32_t kGoldenRatio = 0x9e3779b1;  // of 2^32
     const std::uint32_t splits = splits_.value();
-    const auto rotation = static_cast<std::uint32_t>(std::uint64_t{stripe * kGoldenRatio} * splits >> 32);
-    const std::uint32_t place = static_cast<std::uint32_t>(split) + rotation;
-    return stripe * splits + (place < splits ? place : place - splits);
+    const std::uint32_t place = static_cast<std::uint32_t>(split) + upper_product(stripe * kGoldenRatio, splits);
+    // Of both, the one that is less than `splits`: the other one is larger, or has gone below 0.
+    const std::uint32_t wrapped = place - splits;
+    return stripe * splits + (place < wrapped ? place : wrapped);
   }
 
   // How many keys less than `key` the split owns, which is also the stripe of its first key from there on.
