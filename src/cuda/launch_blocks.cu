@@ -6,7 +6,7 @@
 namespace flash_dmattn::internal::cuda {
 namespace {
 
-constexpr int kLeastPtx = 90;  // griddepcontrol
+constexpr int kLeastPtx = 90;
 
 // Compiled as every kernel is that is not for one architecture alone.
 __global__ void probe_kernel() {}
@@ -18,7 +18,7 @@ bool ask_runtime() {
 
 }  // namespace
 
-bool has_dependent_launch() {
+bool runs_sm90_code() {
   // What is known of the first devices is kept: asking the runtime costs more.
   constexpr std::size_t kRemembered = 64;
   enum Known : std::uint8_t { kUnknown, kNo, kYes };

@@ -63,25 +63,35 @@ struct DecodeParams : ForwardParams {
   // `uniform`, and nothing hides keys but their number and a mask whose bytes for neighbouring keys are neighbours,
   // too, so that a lane reads several keys' bytes at once.
   bool by_bytes = false;
-  std::int32_t row_tiles = 1;                               // blocks that divide the rows of a key head
-  std::int32_t splits = 1;                                  // blocks that divide the keys
-  bool begins_early = false;                                // while the kernel before ends
-  Divisor by_row_tiles, by_key_heads, by_splits, by_group;  // of these and of key_heads and group
+  std::int32_t row_tiles = 1;  // blocks that divide the rows of a key head
+  std::int32_t splits = 1;     // blocks that divide the keys
+  bool is_cluster = false;     // the splits of a row are the blocks of a cluster
+  bool begins_early = false;   // while the kernel before ends
+  Divisor by_splits, by_group;
+  // What a block's number is divided by, one after another: row tiles, key heads and splits; if splits are a cluster,
+  // these first.
+  Divisor by_counts[3];
   std::int32_t window = kMostWindow;  // keys a warp looks through at once, a multiple of kLaneKeys
   // Lists of keys per row (key_union.cuh); not defined: none.
   IndexViews indices;
   bool list_by_row = false, list_by_head = false;  // whether query rows, and heads of a group, have lists of their own
   std::int32_t entry_threads = 1;                  // threads that share an entry's keys: 1, 2, 4, ... 32
   Stripes stripes;                                 // which of all keys a split owns
-  // What each split leaves, if there are several.
+  // What each split leaves, if there are several that are no cluster.
   float* partial_sums = nullptr;    // (B, H, Sq, splits, bucket): probabilities times values
   float2* partial_facts = nullptr;  // (B, H, Sq, splits): the highest score, the sum of probabilities
 };
 
+// How the keys of a row are divided. Those that are a cluster are put together by it, others by a second kernel.
+struct Splits {
+  std::int32_t count = 1;
+  bool is_cluster = false;
+};
+constexpr int kMostClusterSplits = 16;
+
 // `params` with the rest filled in. `workspace`: decode_partial_bytes.
-DecodeParams decode_params(const ForwardParams& params, const IndexViews& indices, std::int32_t splits,
-                           void* workspace);
-std::size_t decode_partial_bytes(std::int64_t results, std::int32_t splits, int bucket);
+DecodeParams decode_params(const ForwardParams& params, const IndexViews& indices, Splits splits, void* workspace);
+std::size_t decode_partial_bytes(std::int64_t results, Splits splits, int bucket);
 
 // One unit of compilation for each element type. Enqueues the kernels of one problem.
 template <typename Element, int kHeadDim>

@@ -3,8 +3,8 @@
 // All heads of a group and all query rows are the rows of one product, so that keys and values are read once. A block
 // owns a part of the keys (a split). Its warps list the keys that some row sees together; then each gathers every
 // fourth tile of these by cp.async, ahead of its use, and keeps sums of its own. The warps' sums are put together at
-// the end, those of the splits by a second kernel. Where rows have lists of keys, splits are striped over all keys, and
-// what precedes the tiles is a kernel of its own (decode_lists_kernel).
+// the end, those of the splits by the blocks of a cluster or by a second kernel. Where rows have lists of keys, splits
+// are striped over all keys, and what precedes the tiles is a kernel of its own (decode_lists_kernel).
 #pragma once
 
 #include "cuda/attention/fragments.cuh"
@@ -17,6 +17,7 @@
 #include "cuda/decode/decode_block.cuh"
 #include "cuda/decode/key_list.cuh"
 #include "cuda/decode/key_union.cuh"
+#include "cuda/decode/merge.cuh"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
@@ -334,79 +335,6 @@ struct DecodeWarp {
   }
 };
 
-// Adds up what the block's warps have and leaves it for the combine kernel, or stores the result if there is one split.
-template <typename Element, int kHeadDim, bool kFewRows>
-__device__ inline void merge_warps(DecodeWarp<Element, kHeadDim, kFewRows>& own, unsigned char* shared, float2* facts) {
-  using Config = DecodeConfig<kHeadDim, kFewRows>;
-  using Warp = DecodeWarp<Element, kHeadDim, kFewRows>;
-  const DecodeParams& params = own.params;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-  float highest[2], factor[2];
-  __syncthreads();  // lists and tiles are free now
-  // Not before, as the next kernel's blocks would keep places from this one's.
-  let_next_kernel_begin();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float sum = over_row<Warp::kRowLanes>(own.row_sum[i], [](float a, float b) { return a + b; });
-    highest[i] = own.is_safe ? own.true_max[i] : own.row_max[i];
-    factor[i] = unrounded(params.score, highest[i]);
-    if (own.is_first_of_row()) facts[warp * Config::kRows + own.row_of(i)] = make_float2(highest[i], sum * factor[i]);
-  }
-  __syncthreads();
-  float* all_sums = reinterpret_cast<float*>(shared);
-  const auto total_highest = [&](int m) {
-    float total = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < Config::kWarps; ++w) total = fmaxf(total, facts[w * Config::kRows + m].x);
-    return total;
-  };
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float weight = factor[i] * weight_of(params.score, highest[i], total_highest(own.row_of(i)));
-    float* row_sums = all_sums + (warp * Config::kRows + own.row_of(i)) * Config::kSumsPitch;
-    if (own.row_of(i) >= own.block.count) continue;  // nobody asks for it
-#pragma unroll
-    for (int n = 0; n < Warp::kDimNTiles; ++n) {
-      const float* pair = &own.accumulators[0][n][2 * i];
-      if constexpr (kFewRows) {
-        row_sums[own.column_of(n, 0)] = pair[0] * weight;
-        row_sums[own.column_of(n, 1)] = pair[1] * weight;
-      } else {
-        *reinterpret_cast<float2*>(row_sums + own.column_of(n, 0)) = make_float2(pair[0] * weight, pair[1] * weight);
-      }
-    }
-  }
-  float2* totals = facts + Config::kWarps * Config::kRows;
-  float* inverses = reinterpret_cast<float*>(totals + Config::kRows);
-  if (thread < Config::kRows) {
-    float2 total = make_float2(total_highest(thread), 0);
-#pragma unroll
-    for (int w = 0; w < Config::kWarps; ++w) {
-      const float2 part = facts[w * Config::kRows + thread];
-      total.y += part.y * weight_of(params.score, part.x, total.x);
-    }
-    totals[thread] = total;
-    // Rows past the block's last have no head.
-    if (thread < own.block.count) inverses[thread] = inverse_sum<Element>(params, own.block.head(thread), total);
-  }
-  __syncthreads();
-  for (int index = thread; index < own.block.count * kHeadDim; index += Config::kThreads) {
-    const int m = index / kHeadDim, column = index % kHeadDim;
-    const int row = own.block.row(m), head = own.block.head(m);
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < Config::kWarps; ++w) sum += all_sums[(w * Config::kRows + m) * Config::kSumsPitch + column];
-    const std::int64_t result = (static_cast<std::int64_t>(own.block.batch) * params.heads + head) * params.rows + row;
-    if (params.splits == 1) {
-      store_result<Element>(params, own.block.batch, head, row, column, sum * inverses[m]);
-      if (column == 0) store_row_facts(params, result, totals[m].x, totals[m].y);
-    } else {
-      params.partial_sums[(result * params.splits + own.block.split) * kHeadDim + column] = sum;
-      if (column == 0) params.partial_facts[result * params.splits + own.block.split] = totals[m];
-    }
-  }
-}
-
 template <typename Element, int kHeadDim, bool kFewRows>
 __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kFewRows>::kThreads,
                                   DecodeConfig<kHeadDim, kFewRows>::kBlocksPerProcessor)
@@ -425,7 +353,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kFewRows>::kThreads,
   own.load_queries();
   list.start(first_bytes);
   own.run(list);
-  merge_warps(own, shared, reinterpret_cast<float2*>(lists));
+  merge_warps<Element>(own, shared, reinterpret_cast<float2*>(lists));
 }
 
 // The same for rows with lists of keys. What finds the keys has the tiles' memory meanwhile.
@@ -449,7 +377,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kFewRows>::kThreads,
     own.run(list);
   }
   wait_copies<0>();  // of queries, if no key was found
-  merge_warps(own, shared, reinterpret_cast<float2*>(lists));
+  merge_warps<Element>(own, shared, reinterpret_cast<float2*>(lists));
 }
 
 template <typename Element, int kHeadDim, bool kFewRows>
@@ -458,7 +386,9 @@ cudaError_t launch_splits(const DecodeParams& params, cudaStream_t stream) {
   const std::int64_t blocks = std::int64_t{params.batch} * params.key_heads * params.row_tiles * params.splits;
   auto* kernel = params.indices.defined() ? decode_lists_kernel<Element, kHeadDim, kFewRows>
                                           : decode_kernel<Element, kHeadDim, kFewRows>;
-  return launch_blocks(kernel, {blocks, Config::kThreads, Config::kSharedBytes, params.begins_early}, stream, params);
+  const int cluster_blocks = params.is_cluster ? params.splits : 1;
+  return launch_blocks(kernel, {blocks, Config::kThreads, Config::kSharedBytes, params.begins_early, cluster_blocks},
+                       stream, params);
 }
 
 template <typename Element, int kHeadDim>
@@ -467,7 +397,7 @@ cudaError_t launch_decode_kernels(const DecodeParams& params, cudaStream_t strea
   const cudaError_t error = few_rows ? launch_splits<Element, kHeadDim, true>(params, stream)
                                      : launch_splits<Element, kHeadDim, false>(params, stream);
   const std::int64_t results = std::int64_t{params.batch} * params.heads * params.rows;
-  if (error != cudaSuccess || params.splits == 1) return error;
+  if (error != cudaSuccess || params.splits == 1 || params.is_cluster) return error;
   return launch_blocks(combine_kernel<Element, kHeadDim>, {results, 32 * kCombineWarps, 0, few_rows}, stream, params);
 }
 

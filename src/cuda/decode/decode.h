@@ -1,5 +1,6 @@
 // Attention of a few query rows over many keys: one step of decoding, or a few speculative ones. The keys are split
-// among blocks, and a second kernel puts the parts together. Forward only; no plan, no packed mask.
+// among blocks, which put the parts together where they are a cluster; else a second kernel does. Forward only; no
+// plan, no packed mask.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,14 +18,20 @@ namespace flash_dmattn::internal::cuda {
 // strides alone.
 bool decode_applies(const AttentionProblem& problem);
 
-// Bytes of workspace (aligned to 64), from shapes alone. `processors`: multiprocessors of the device.
-std::size_t decode_workspace(const AttentionProblem& problem, int processors);
+// What the keys are divided by, besides shapes.
+struct DecodeGpu {
+  int processors = 1;         // multiprocessors
+  bool has_clusters = false;  // it is a Hopper GPU that runs code for it
+};
+
+// Bytes of workspace (aligned to 64), from shapes alone.
+std::size_t decode_workspace(const AttentionProblem& problem, const DecodeGpu& gpu);
 
 // Enqueues the kernels of a problem to which decode_applies. `params` needs no plan, and neither key_mask nor packed
 // words: the mask of any form is params.mask. `indices`: lists of keys per row, or not defined. `dtype`: of query, key,
-// value and out. `processors` as for decode_workspace. Returns launch errors only and never waits. Repeated runs give
+// value and out. `gpu` as for decode_workspace. Returns launch errors only and never waits. Repeated runs give
 // identical bits.
-cudaError_t launch_decode(const ForwardParams& params, const IndexViews& indices, DType dtype, int processors,
+cudaError_t launch_decode(const ForwardParams& params, const IndexViews& indices, DType dtype, const DecodeGpu& gpu,
                           void* workspace, cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

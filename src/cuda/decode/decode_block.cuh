@@ -28,16 +28,19 @@ struct DecodeBlock {
 // By all threads, before they read what other kernels may have written; leaves a barrier behind. `has_lists`: the
 // split's keys lie anywhere.
 __device__ inline void describe_block(const DecodeParams& params, bool has_lists, DecodeBlock& block) {
-  unsigned index = blockIdx.x;
-  const auto take = [&](const Divisor& count) {
-    const std::uint32_t quotient = count.quotient(index);
-    const auto coordinate = static_cast<std::int32_t>(index - quotient * count.value());
+  std::uint32_t index = blockIdx.x;
+  std::int32_t place[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const std::uint32_t quotient = params.by_counts[i].quotient(index);
+    place[i] = static_cast<std::int32_t>(index - quotient * params.by_counts[i].value());
     index = quotient;
-    return coordinate;
-  };
-  // Blocks that run at the same time read the same part of all heads, which lie side by side.
-  const std::int32_t first = take(params.by_row_tiles) * kDecodeRows;
-  const std::int32_t key_head = take(params.by_key_heads), split = take(params.by_splits);
+  }
+  // Blocks that run at the same time read the same part of all heads, which lie side by side. Those of a cluster are
+  // neighbours.
+  const bool is_cluster = params.is_cluster;
+  const std::int32_t split = is_cluster ? place[0] : place[2], key_head = is_cluster ? place[2] : place[1];
+  const std::int32_t first = (is_cluster ? place[1] : place[0]) * kDecodeRows;
   const auto batch = static_cast<std::int32_t>(index);
   // Each part by threads of its own, as all wait for the slowest.
   const int thread = static_cast<int>(threadIdx.x);

@@ -2,15 +2,19 @@
 #include "cuda/attention/call.h"
 #include "cuda/decode/decode.h"
 #include "cuda/kernel_family.h"
+#include "cuda/launch_blocks.cuh"
 #include "cuda/status_of.h"
 
 namespace flash_dmattn::internal::cuda {
 namespace {
 
+// Clusters of other GPUs have not been measured.
+DecodeGpu decode_gpu(const Gpu& gpu) { return {gpu.processors, gpu.capability == 90 && runs_sm90_code()}; }
+
 bool takes(const AttentionProblem& problem, const Gpu&) { return decode_applies(problem); }
 
 Status arrange_forward(const AttentionProblem& problem, const Gpu& gpu, std::size_t* bytes) {
-  *bytes = decode_workspace(problem, gpu.processors);
+  *bytes = decode_workspace(problem, decode_gpu(gpu));
   return {};
 }
 
@@ -21,7 +25,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   const IndexViews& indices = problem.visibility.indices;
   log_call(kDecodeFamily.name, "", "forward", problem,
            indices.defined() ? "few rows: listed keys split among blocks" : "few rows: keys split among blocks");
-  return status_of(launch_decode(params, indices, problem.dtype, gpu.processors, workspace, stream));
+  return status_of(launch_decode(params, indices, problem.dtype, decode_gpu(gpu), workspace, stream));
 }
 
 }  // namespace

@@ -43,9 +43,9 @@ Lists uploaded(Lists lists, std::int64_t block_size = 1) {
 // The number of splits that a call gets, by the room that it asks for.
 std::int32_t splits_of(const Case& c) {
   const Sizes& sizes = c.problem.sizes;
-  const std::size_t bytes = decode_workspace(shapes_of(c), c.processors);
+  const std::size_t bytes = decode_workspace(shapes_of(c), c.gpu());
   std::int32_t splits = 1;
-  while (decode_partial_bytes(sizes.batch * sizes.heads * sizes.rows, splits, c.head_dim) < bytes) ++splits;
+  while (decode_partial_bytes(sizes.batch * sizes.heads * sizes.rows, {splits}, c.head_dim) < bytes) ++splits;
   return splits;
 }
 

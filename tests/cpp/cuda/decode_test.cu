@@ -63,6 +63,33 @@ TEST(Decode, LongSplits) {
   compare(c, run(c, false));
 }
 
+// Splits that are a cluster leave nothing in global memory. All keys are never a cluster's, nor are those of a mask
+// where it would leave multiprocessors with less than they have room for, as it may show all.
+TEST(Decode, ClustersNeedNoWorkspace) {
+  AttentionProblem problem;
+  problem.rows = 1, problem.keys = 65536, problem.heads = 32, problem.key_heads = 8, problem.head_dim = 128;
+  std::int32_t entries[1] = {};
+  bool mask[1] = {};
+  const auto bytes = [&](std::int64_t batch, bool has_clusters) {
+    problem.batch = batch;
+    return decode_workspace(problem, {132, has_clusters});
+  };
+  EXPECT_GT(bytes(8, true), 0u);
+  EXPECT_EQ(bytes(8, true), bytes(8, false));
+  problem.visibility.mask.data = mask, problem.visibility.mask.keys = problem.keys;
+  for (const std::int64_t batch : {1, 4, 8, 16}) {
+    EXPECT_GT(bytes(batch, false), 0u);
+    EXPECT_EQ(bytes(batch, true) == 0, batch >= 8) << batch;
+  }
+  problem.visibility.mask = {};
+  problem.visibility.indices.entries.data = entries, problem.visibility.indices.entries.keys = 2048;
+  problem.visibility.indices.block_size = 1;
+  for (const std::int64_t batch : {1, 4, 8, 16}) {
+    EXPECT_GT(bytes(batch, false), 0u);
+    EXPECT_EQ(bytes(batch, true), 0u) << batch;
+  }
+}
+
 TEST(Decode, AppliesToFewRowsAndManyKeys) {
   AttentionProblem problem;
   problem.batch = 8, problem.rows = 1, problem.keys = 65536, problem.heads = 32, problem.key_heads = 8;

@@ -15,6 +15,7 @@
 
 #include "cuda/attention/score_rule.h"
 #include "cuda/decode/decode.h"
+#include "cuda/launch_blocks.cuh"
 #include "index_testing.h"
 #include "plan_testing.h"
 #include "rounds.h"
@@ -94,10 +95,22 @@ struct Expected {
   double lse = -kInfinity;
 };
 
+// Those of Hopper, which is not emulated.
+inline bool device_has_clusters() {
+#ifdef __CUDACC__
+  int major = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9 &&
+         runs_sm90_code();
+#else
+  return false;
+#endif
+}
+
 struct Case {
   Numbers numbers{};
   Problem problem;  // sizes, lengths, causal rule, intervals, mask
   int head_dim = 0, value_dim = 0, processors = 1;
+  bool has_clusters = false;
   double scale = 1, softcap = 0;
   bool fp32_bias = false;
   Tokens query, key, value;
@@ -127,6 +140,7 @@ struct Case {
           }
   }
   std::int64_t group() const { return problem.sizes.heads / problem.sizes.key_heads; }
+  DecodeGpu gpu() const { return {processors, has_clusters}; }
 
   // Random ones, of the sizes: all of them aligned, or each as it happens.
   void make_tokens(Rng& rng) {
@@ -245,11 +259,11 @@ inline Result run(Case& c, bool by_graph) {
   params.mask = c.problem.mask.view;
   params.visibility = c.problem.visibility;
 
-  DeviceMemory workspace(decode_workspace(shapes_of(c), c.processors));
+  DeviceMemory workspace(decode_workspace(shapes_of(c), c.gpu()));
   cudaStream_t stream;
   expect_success(cudaStreamCreate(&stream));
   if (by_graph) expect_success(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  expect_success(launch_decode(params, c.lists.views, c.numbers.dtype, c.processors, workspace.get(), stream));
+  expect_success(launch_decode(params, c.lists.views, c.numbers.dtype, c.gpu(), workspace.get(), stream));
   if (by_graph) {
     cudaGraph_t graph;
     cudaGraphExec_t executable;
@@ -324,6 +338,7 @@ inline Case random_case(Rng& rng, bool with_lists) {
   c.head_dim = c.value_dim = kHeadDims[rng() % 12];
   if (rng() % 2 == 0) c.value_dim = kHeadDims[rng() % 12];
   c.processors = rng() % 3 == 0 ? 1 : uniform(rng, 1, 132);
+  c.has_clusters = device_has_clusters() && rng() % 2 == 0;
   c.scale = (rng() % 8 == 0 ? -1 : 1) / std::sqrt(c.head_dim);
   if (rng() % 4 == 0) c.softcap = 1.5;
   c.problem.causal = rng() % 2 == 0;

@@ -10,12 +10,13 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cases import assert_hidden_products_do_not_matter, make_case, poison_unseen, run_library, to_device
 from compare import assert_case_close
-from flash_dmattn import KeyIntervals, prepare_mask, select_keys
+from flash_dmattn import KeyIndices, KeyIntervals, prepare_mask, select_keys
 from oracle import Case
 from torch import Tensor
 
@@ -25,8 +26,8 @@ HEAD_DIMS = [(24, 24), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (
 on_cpu = torch.device("cpu")
 
 
-def assert_right(case: Case, mask: KeyIntervals | None = None, **options: bool) -> None:
-    """`case` is on the CPU; intervals may stand for its mask on the GPU."""
+def assert_right(case: Case, mask: KeyIntervals | KeyIndices | None = None, **options: Any) -> None:
+    """`case` is on the CPU; intervals or lists may stand for its mask on the GPU."""
     moved = Case(**to_device(vars(case if mask is None else replace(case, mask=mask))))
     got = run_library(moved, **options)
     with on_cpu:
@@ -112,6 +113,25 @@ def test_sinks(dtype: torch.dtype, head_dim: int, value_dim: int, rows: int, key
             case = replace(case, mask=torch.rand(2, 1, rows, keys) < 0.3)
         case = poison_unseen(case)
     assert_right(case)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("form", ["mask", "lists", "lists of one sequence"])
+@pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
+def test_decode_by_clusters(dtype: torch.dtype, head_dim: int, value_dim: int, form: str, rows: int) -> None:
+    """Steps of decoding whose parts are put together by clusters of blocks on Hopper GPUs: of four blocks (mask; with
+    five query rows three heads are more than eight rows), of a few, and of more than eight."""
+    keys, batch = (4096, 35) if form == "mask" else (1500, 1 if "one" in form else 9)
+    with on_cpu:
+        case = make_case(batch, 6, 2, rows, keys, head_dim, value_dim=value_dim, dtype=dtype, with_sink=True)
+        mask = torch.rand(batch, 2 if form == "lists" else 1, 1, keys) < 0.3
+        mask[0] = False  # rows without keys
+        case = poison_unseen(replace(case, mask=mask))
+        indices = None
+        if form != "mask":
+            places = torch.where(mask, torch.arange(keys), -1)
+            indices = KeyIndices(places[..., torch.randperm(keys)].int())
+    assert_right(case, indices, needs=())
 
 
 @pytest.mark.parametrize("form", ["plain", "biased", "deterministic"])

@@ -64,7 +64,10 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 struct cudaFuncAttributes {
   int ptxVersion = 90;
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributeNonPortableClusterSizeAllowed,
+};
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel* /*kernel*/) {
   *attributes = {};
@@ -72,11 +75,20 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel* /*kern
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeClusterSchedulingPolicyPreference,
+};
+enum cudaClusterSchedulingPolicy { cudaClusterSchedulingPolicyLoadBalancing };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
+    cudaClusterSchedulingPolicy clusterSchedulingPolicyPreference;
   } val;
 };
 struct cudaLaunchConfig_t {
