@@ -87,7 +87,6 @@ struct Splits {
   std::int32_t count = 1;
   bool is_cluster = false;
 };
-constexpr int kMostClusterSplits = 16;
 
 // `params` with the rest filled in. `workspace`: decode_partial_bytes.
 DecodeParams decode_params(const ForwardParams& params, const IndexViews& indices, Splits splits, void* workspace);

@@ -48,6 +48,7 @@ constexpr SplitCosts kListedFewRowsCosts = {{0, 138, 208, 301, 400}, 165, 113, 6
 // What splits take less if they are a cluster. Chosen so among 1 to 16 splits, they take 1 % longer on average than the
 // best of these (1 to 48 sequences, 512 to 8192 keys kept), 9 % at most.
 constexpr std::int64_t kMaskedClusterSaves = 1200, kListedClusterSaves = 63;
+constexpr std::int64_t kMostClusterSplits = 16;
 // The multiprocessors that are neighbours, as those of a cluster have to be: a GPU has groups of 14 to 18 of them.
 constexpr std::int64_t kNeighbours = 16, kLeastNeighbours = 14;
 constexpr std::int64_t kEntriesPerKey = 16;    // that are read in the time of a key
@@ -79,11 +80,20 @@ struct SplitRule {
   const IndexViews& indices;
 };
 
-// Whether the blocks of so many clusters all run at the same time, `at_once` on a multiprocessor: otherwise some have
-// the GPU to themselves when the others have ended. Small clusters fit in everywhere.
-bool runs_at_once(std::int64_t clusters, std::int64_t splits, std::int64_t at_once, std::int64_t processors) {
+// Whether so many splits may be a cluster, which makes `clusters` in all; `at_once` blocks fit a multiprocessor.
+bool may_be_cluster(const SplitRule& rule, const DecodeGpu& gpu, std::int64_t splits, std::int64_t clusters,
+                    std::int64_t at_once) {
+  const bool has_lists = rule.indices.defined();
+  if (!gpu.has_clusters || !(has_lists || rule.is_masked) || splits == 1) return false;
+  // All keys are read faster where heads side by side read them at the same time (describe_block): by 8 %, more where
+  // there are fewer blocks than multiprocessors have room for. A mask may show all.
+  const std::int64_t processors = std::max(gpu.processors, 1);
+  const bool fills_gpu = divide_up(clusters * splits, processors) >= at_once - 1;
+  if (!has_lists && (splits > kPortableClusterBlocks || !fills_gpu)) return false;
+  // All clusters have to run at the same time: otherwise some have the GPU to themselves when the others have ended.
+  // Small ones fit in everywhere.
   const std::int64_t neighbours = splits <= kPortableClusterBlocks ? kNeighbours : kLeastNeighbours;
-  return clusters <= processors / kNeighbours * (neighbours * at_once / splits);
+  return splits <= kMostClusterSplits && clusters <= processors / kNeighbours * (neighbours * at_once / splits);
 }
 
 // The splits for which multiprocessors are done first, by the above.
@@ -107,22 +117,14 @@ Splits choose_splits(const SplitRule& rule, const DecodeGpu& gpu) {
   const std::int64_t blocks = std::max<std::int64_t>(rule.batch * rule.key_heads * row_tiles, 1);
   const std::int64_t all = std::max(gpu.processors, 1), at_once = decode_blocks(few_rows), slots = at_once * all;
   const std::int64_t most = std::max(std::min(keys / least_keys, divide_up(kMostRounds * slots, blocks)), least);
-  // All keys are read faster where heads side by side read them at the same time (describe_block): by 8 %, more where
-  // there are fewer blocks than multiprocessors have room for. A mask may show all.
-  const bool has_lists = rule.indices.defined();
-  const std::int64_t most_of_cluster = !gpu.has_clusters || !(has_lists || rule.is_masked) ? 1
-                                       : has_lists                                         ? kMostClusterSplits
-                                                                                           : kPortableClusterBlocks;
-  const std::int64_t least_of_processor = has_lists ? 1 : at_once - 1;
-  const std::int64_t cluster_saves = has_lists ? kListedClusterSaves : kMaskedClusterSaves;
+  const std::int64_t cluster_saves = rule.indices.defined() ? kListedClusterSaves : kMaskedClusterSaves;
   Splits best;
   std::int64_t best_cost = std::numeric_limits<std::int64_t>::max();
   for (std::int64_t splits = least; splits <= most; ++splits) {
     const std::int64_t of_processor = divide_up(blocks * splits, all);
     const std::int64_t percent =
         of_processor / at_once * costs.percents[at_once] + costs.percents[of_processor % at_once];
-    const bool is_cluster = splits > 1 && splits <= most_of_cluster && of_processor >= least_of_processor &&
-                            runs_at_once(blocks, splits, at_once, all);
+    const bool is_cluster = may_be_cluster(rule, gpu, splits, blocks, at_once);
     const std::int64_t cost = divide_up(keys, splits) * percent / 100 + divide_up(of_processor, at_once) * costs.round +
                               (splits > 1 ? costs.combine + splits * costs.split : 0) -
                               (is_cluster ? cluster_saves : 0);

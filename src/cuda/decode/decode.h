@@ -12,6 +12,8 @@
 
 namespace flash_dmattn::internal::cuda {
 
+struct Gpu;
+
 // Whether a problem (not empty, of a 16-bit type) has few rows and many keys: at most 16 query rows, at least 256 keys,
 // and no mask or interval that differs by more than 4 rows and heads of a group. With lists of keys per row masks and
 // intervals may be any, but the lists that a block reads have to be short: 65536 entries in all. From shapes and
@@ -21,8 +23,9 @@ bool decode_applies(const AttentionProblem& problem);
 // What the keys are divided by, besides shapes.
 struct DecodeGpu {
   int processors = 1;         // multiprocessors
-  bool has_clusters = false;  // it is a Hopper GPU that runs code for it
+  bool has_clusters = false;  // it is a Hopper GPU that runs code for it: those of others have not been measured
 };
+DecodeGpu decode_gpu(const Gpu& gpu);
 
 // Bytes of workspace (aligned to 64), from shapes alone.
 std::size_t decode_workspace(const AttentionProblem& problem, const DecodeGpu& gpu);

@@ -8,9 +8,6 @@
 namespace flash_dmattn::internal::cuda {
 namespace {
 
-// Clusters of other GPUs have not been measured.
-DecodeGpu decode_gpu(const Gpu& gpu) { return {gpu.processors, gpu.capability == 90 && runs_sm90_code()}; }
-
 bool takes(const AttentionProblem& problem, const Gpu&) { return decode_applies(problem); }
 
 Status arrange_forward(const AttentionProblem& problem, const Gpu& gpu, std::size_t* bytes) {
@@ -29,6 +26,8 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
 }
 
 }  // namespace
+
+DecodeGpu decode_gpu(const Gpu& gpu) { return {gpu.processors, gpu.capability == 90 && runs_sm90_code()}; }
 
 const KernelFamily kDecodeFamily = {"decode", takes, arrange_forward, forward, nullptr, nullptr, nullptr};
 

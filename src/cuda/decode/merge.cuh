@@ -131,7 +131,7 @@ __device__ inline void merge_warps(Warp& own, unsigned char* shared, float2* fac
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < Config::kWarps; ++w) sum += warp_sum[w * Config::kRows * Config::kSumsPitch];
-    if (params.is_cluster) {
+    if (kHasClusters && params.is_cluster) {
       *warp_sum = sum;  // nobody else reads that of the first warp
       continue;
     }
@@ -144,7 +144,9 @@ __device__ inline void merge_warps(Warp& own, unsigned char* shared, float2* fac
       if (column == 0) params.partial_facts[result.number * params.splits + own.block.split] = totals[m];
     }
   }
-  if (params.is_cluster) merge_cluster<Element, kHeadDim>(params, own.block, all_sums, Config::kSumsPitch, totals);
+  if constexpr (kHasClusters) {
+    if (params.is_cluster) merge_cluster<Element, kHeadDim>(params, own.block, all_sums, Config::kSumsPitch, totals);
+  }
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -7,36 +7,35 @@
 
 namespace flash_dmattn::internal::cuda {
 
+// Whether this is code for a GPU that has clusters. Nothing else may call what follows.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kHasClusters = true;
+#else
+constexpr bool kHasClusters = false;
+#endif
+
 // A barrier of all threads of a cluster: what blocks have written before it, the others may read after it. Blocks whose
 // shared memory others read meet once more before they end.
 __device__ inline void sync_cluster() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
 }
 
 // Where block `rank` of the cluster has what this one has at `address` of its shared memory.
 __device__ inline std::uint32_t address_in_block(std::uint32_t address, int rank) {
-  std::uint32_t in_block = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  std::uint32_t in_block;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(in_block) : "r"(address), "r"(rank));
-#endif
   return in_block;
 }
 
 // From such an address.
 __device__ inline float load_from_block(std::uint32_t address) {
-  float value = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  float value;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-#endif
   return value;
 }
 __device__ inline float2 load_pair_from_block(std::uint32_t address) {
-  float2 pair = {0, 0};
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  float2 pair;
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
-#endif
   return pair;
 }
 

@@ -15,7 +15,7 @@
 
 #include "cuda/attention/score_rule.h"
 #include "cuda/decode/decode.h"
-#include "cuda/launch_blocks.cuh"
+#include "cuda/device_kernels.h"
 #include "index_testing.h"
 #include "plan_testing.h"
 #include "rounds.h"
@@ -98,9 +98,7 @@ struct Expected {
 // Those of Hopper, which is not emulated.
 inline bool device_has_clusters() {
 #ifdef __CUDACC__
-  int major = 0;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9 &&
-         runs_sm90_code();
+  return decode_gpu(current_gpu()).has_clusters;
 #else
   return false;
 #endif

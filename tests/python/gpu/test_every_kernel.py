@@ -119,8 +119,8 @@ def test_sinks(dtype: torch.dtype, head_dim: int, value_dim: int, rows: int, key
 @pytest.mark.parametrize("form", ["mask", "lists", "lists of one sequence"])
 @pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
 def test_decode_by_clusters(dtype: torch.dtype, head_dim: int, value_dim: int, form: str, rows: int) -> None:
-    """Steps of decoding whose parts are put together by clusters of blocks on Hopper GPUs: of four blocks (mask; with
-    five query rows three heads are more than eight rows), of a few, and of more than eight."""
+    """Steps of decoding whose parts are put together by clusters of blocks on Hopper GPUs: of up to eight (mask), and
+    of more. With five query rows three heads are more than eight rows."""
     keys, batch = (4096, 35) if form == "mask" else (1500, 1 if "one" in form else 9)
     with on_cpu:
         case = make_case(batch, 6, 2, rows, keys, head_dim, value_dim=value_dim, dtype=dtype, with_sink=True)

@@ -6,6 +6,7 @@
 
 namespace flash_dmattn::internal::cuda {
 
+constexpr bool kHasClusters = false;
 inline void sync_cluster() { std::abort(); }
 inline std::uint32_t address_in_block(std::uint32_t /*address*/, int /*rank*/) { std::abort(); }
 inline float load_from_block(std::uint32_t /*address*/) { std::abort(); }
