@@ -142,7 +142,19 @@ class KeyList {
   // The bytes of the lane's keys in the windows `ahead`, ahead + 1, ... after the next; those of keys outside the split
   // may be anything.
   __device__ void load_bytes(MaskBytes& bytes, int ahead) const {
-    const int first = first_of_lane(ahead), stride = windows_stride();
+    const int stride = windows_stride(), begin = next_ + ahead * stride, first = first_of_lane(ahead);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) bytes[i] = make_uint2(0, 0);
+    // Nearly always there is no such window, or all of them lie in the split, and so in the mask: then nothing is asked
+    // about each of them. Blocks of few keys have little else to do.
+    if (begin >= block_.end) return;
+    if (begin >= block_.begin && begin + kBatch * stride <= block_.end) {
+      if (lane_ * kLaneKeys >= params_.window) return;
+      const std::uint8_t* source = block_.mask + first;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i, source += stride) bytes[i] = __ldg(reinterpret_cast<const uint2*>(source));
+      return;
+    }
     const auto is_wanted = [&](int key) {
       return lane_ * kLaneKeys < params_.window && key < block_.end && key + kLaneKeys > block_.begin;
     };
@@ -150,12 +162,10 @@ class KeyList {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int key = first + i * stride;
-      bytes[i] = make_uint2(0, 0);
       if (is_wanted(key) && is_inside(key)) bytes[i] = __ldg(reinterpret_cast<const uint2*>(block_.mask + key));
     }
     // Pieces that reach beyond the mask. Asked for all together, as hardly any batch has one.
-    const int begin = next_ + ahead * stride,
-              end_of_pieces = block_.end + (kLaneKeys - 1) - (block_.end - next_ + kLaneKeys - 1) % kLaneKeys;
+    const int end_of_pieces = block_.end + (kLaneKeys - 1) - (block_.end - next_ + kLaneKeys - 1) % kLaneKeys;
     if (begin >= 0 && min(begin + kBatch * stride, end_of_pieces) <= params_.keys) return;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -236,11 +246,12 @@ class KeyList {
     const auto chosen = [&](std::uint32_t counts) { return static_cast<int>(all ? counts & 0xffff : counts >> 16); };
     int number = chosen(before_and_all.x + until - own);
     std::uint32_t seen = all ? seen_ : seen_ & kOneWindow;
-    const int first = first_of_lane(0) - block_.begin, stride = windows_stride(), windows = all ? windows_ : 1;
+    const int stride = windows_stride(), windows = all ? windows_ : 1;
+    const auto first = static_cast<std::uint32_t>(first_of_lane(0) - block_.begin);
 #pragma unroll 1
     for (; seen != 0; seen &= seen - 1) {
-      const int bit = __ffs(static_cast<int>(seen)) - 1;
-      put(number++, static_cast<std::uint32_t>(first + bit / kLaneKeys * stride + bit % kLaneKeys) | kAllRows << 16);
+      const auto bit = static_cast<std::uint32_t>(__ffs(static_cast<int>(seen)) - 1);
+      put(number++, (first + bit / kLaneKeys * static_cast<std::uint32_t>(stride) + bit % kLaneKeys) | kAllRows << 16);
     }
     seen_ = all ? 0 : seen_ >> kLaneKeys;
     windows_ -= windows;
