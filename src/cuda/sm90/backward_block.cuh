@@ -65,10 +65,10 @@ struct BackwardBlock {
     Walk walks[Config::kProducerWarps];
     // Of steps that are met once, by number: read when those after them are under way, and their stages used again.
     StepRows rows_met_once[Facts::kNumbers];
-    static_assert(Facts::kNumbers >= kStages + 3);
+    static_assert(Facts::kNumbers - 2 * Facts::kLeftOut >= kStages + 3);
     QueryTurns<Config> turns;           // of a deterministic backward
     int head;                           // of the step that was brought last
-    std::uint32_t number;               // of the next one, modulo Facts::kNumbers
+    std::uint32_t number;               // of the next one
     int heads[4 * Config::kConsumers];  // of each consumer's warp: of the steps that it adds up for a bias's gradient
     std::uint32_t marks;                // those of the call
     bool has_unseen_row;                // the call has one

@@ -57,6 +57,8 @@ struct BackwardConfig {
   // whether it is found where sums of queries lie before the products are waited for;
   // whether a stage is handed back before gradients of queries are added, and not after that;
   // whether the next step is asked for before the products for values, and not after them;
+  // whether the addresses of what is stored of scores' gradients are worked out from the first of them;
+  // whether it is found out before the last products are waited for, or after that, if there is a next step;
   // whether calls without large rows have code of their own.
   static constexpr int kEarlyPairs = kHeadDim <= 64 ? 2 : kHeadDim <= 96 ? 8 : 6;
   static constexpr bool kLongTurns = kHeadDim > 64, kEndsTurnsAtScores = kHeadDim == 96;
@@ -67,6 +69,8 @@ struct BackwardConfig {
   }
   // `plain`: there is neither a bias nor a transform of scores, nor turns.
   static constexpr bool finds_sums_early(bool plain) { return kHeadDim <= 96 || !plain; }
+  static constexpr bool finds_pieces_together(bool planned) { return kHeadDim > 64 && !kSplitsGradients && !planned; }
+  static constexpr bool kBranchesEarly = kHeadDim == 128;
   static constexpr bool keeps_large_rows_apart(bool planned, bool plain) {
     return plain && (kHeadDim == 96 || (kHeadDim == 128 && !planned));
   }

@@ -154,7 +154,7 @@ struct BackwardConsumer {
       if (!Config::kAsksEarly) next_mark = steps.next_mark();
       next_mark = __reduce_or_sync(~0u, next_mark);
       take_turn();
-      steps.multiply_score_gradients(steps.score_gradients(last_number), steps.group, dqueries);
+      steps.multiply_score_gradients(last_number, steps.group, dqueries);
       steps.add_products(dkeys, packed, steps.queries());
       if (!Config::kLongTurns) pass_turn();
       steps.publish_score_gradients();
@@ -176,13 +176,18 @@ struct BackwardConsumer {
       // From here on of the next step, if there is one.
       steps.mark = next_mark;
       steps.read_ahead(ahead);
-      wgmma_wait<0>();
-      settle(dqueries);
+      const auto wait_for_products = [&] {
+        wgmma_wait<0>();
+        settle(dqueries);
+      };
+      if (!Config::kBranchesEarly) wait_for_products();
       if (!steps.is_step(kMetOnce)) {
+        if (Config::kBranchesEarly) wait_for_products();
         if (Config::kEndsTurnsAtScores) pass_turn();
         end_step();
         break;
       }
+      if (Config::kBranchesEarly) wait_for_products();
       steps.multiply(steps.scores, steps.block.keys, steps.queries());
       if (Config::kEndsTurnsAtScores) pass_turn();
       end_step();
@@ -195,7 +200,7 @@ struct BackwardConsumer {
   __device__ void end_last_step(int tile) {
     float dqueries[kQueryNTiles][4];
     steps.wait_for_score_gradients(steps.last_number());
-    steps.multiply_score_gradients(steps.score_gradients(steps.last_number()), steps.group, dqueries);
+    steps.multiply_score_gradients(steps.last_number(), steps.group, dqueries);
     wgmma_wait<0>();
     settle(dqueries);
     settle(dkeys[0]);

@@ -275,7 +275,7 @@ struct BackwardProducer : Block {
     shared.facts[at.stage].mark = bits | shared.marks | at.stage << Facts::kStageShift |
                                   queries_at(at.stage) / Facts::kAddressUnits << Facts::kAddressShift |
                                   (at.parity != 0 ? Facts::kOddRound : 0) | shared.number << Facts::kNumberShift |
-                                  (shared.number + Facts::kNumbers - 1) % Facts::kNumbers << Facts::kLastNumberShift;
+                                  Facts::number_before(shared.number) << Facts::kLastNumberShift;
   }
 
   // Every warp walks for itself. The first one brings rows, and what is known of them; all make words of their keys,
@@ -339,7 +339,7 @@ struct BackwardProducer : Block {
       set_mark(at, (step.exists() ? Facts::kExists : 0) | (full ? Facts::kFull : 0) |
                        (step.head != shared.head ? Facts::kStartsHead : 0) | (stores ? Facts::kMetOnce : 0) |
                        (shared.taken[0] % 2 != 0 ? Facts::kOddWork : 0));
-      if (step.exists()) shared.number = (shared.number + 1) % Facts::kNumbers;
+      if (step.exists()) shared.number = Facts::number_after(shared.number);
       facts.head = shared.head = step.head;
       facts.first_row = step.first_row();
       facts.tile = sums_of(work.block, step);

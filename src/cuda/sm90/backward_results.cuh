@@ -199,8 +199,9 @@ struct BackwardResults {
     const float factors[2] = {factor, factor};
 #pragma unroll
     for (int panel = 0; panel < Config::kPanels; ++panel) {
-      const std::uint32_t place = Config::kPanels == 1 ? steps.score_gradients(steps.number()) + which * kKeyPanel
-                                                       : steps.score_gradients(steps.number() + panel);
+      const std::uint32_t own = steps.score_place(steps.number());
+      const std::uint32_t place = Config::kPanels == 1 ? steps.score_gradients_at(own) + which * kKeyPanel
+                                                       : steps.score_gradients_at((own + panel) % Config::kScoreStages);
       const std::uint32_t staged = place + steps.warp_key() * 128;
       static_assert(Config::kPanels == 1 ? Config::kTileRows == 128 : Config::kLongTurns);
       if (steps.lane() == 0 && Config::kPanels == 2) wait_boxes_read<1>();

@@ -72,6 +72,13 @@ struct BackwardSteps {
   // all steps, as the compiler would have it, these take more registers than there are. Where they come from, the mark,
   // also tells it that they are the same in all lanes.
   __device__ std::uint32_t anew(std::uint32_t address) const { return address + (mark & Facts::kNever); }
+  // An operand's descriptor, worked out anew likewise. It is its upper half that comes from the mark, which the
+  // compiler would else know: it then advances most of them in one addition, not in two with a carry, and tensor cores
+  // wait for these. Wide heads gain nothing by it.
+  __device__ std::uint64_t descriptor(std::uint32_t address, std::uint32_t panel) const {
+    if constexpr (Config::kSplitsGradients) return matrix_descriptor(anew(address), panel, 1024);
+    return brief_matrix_descriptor(address, panel, 1024) | std::uint64_t{mark & Facts::kNever} << 32;
+  }
 
   // ---- Products, all under way until they are waited for
 
@@ -87,8 +94,8 @@ struct BackwardSteps {
 
   // sum = `own`, rows of keys or values, times rows of a stage, transposed
   __device__ void multiply(float (&sum)[kRowNTiles][4], std::uint32_t own, std::uint32_t rows) const {
-    const std::uint64_t a = matrix_descriptor(anew(own + consumer_key() * 128), 16, 1024);
-    const std::uint64_t b = matrix_descriptor(anew(rows), 16, 1024);
+    const std::uint64_t a = descriptor(own + consumer_key() * 128, 16);
+    const std::uint64_t b = descriptor(rows, 16);
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kHeadDim / 16; ++depth) {
@@ -100,7 +107,7 @@ struct BackwardSteps {
 
   // sum += `fragments` times rows of a stage
   __device__ void add_products(float (&sum)[1][kDimNTiles][4], const Fragments& fragments, std::uint32_t rows) const {
-    const std::uint64_t b = matrix_descriptor(anew(rows), kRowPanel, 1024);
+    const std::uint64_t b = descriptor(rows, kRowPanel);
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kTileRows / 16; ++depth) {
@@ -112,12 +119,17 @@ struct BackwardSteps {
   // Part `part` of dquery = dS K: columns or, where steps have rows for all consumers, rows. With kReuses in the
   // registers of the part before, for which the compiler would take others while those are still being read.
   template <bool kReuses = false>
-  __device__ void multiply_score_gradients(std::uint32_t score_gradients, int part,
-                                           float (&dqueries)[kQueryNTiles][4]) const {
+  __device__ void multiply_score_gradients(std::uint32_t step, int part, float (&dqueries)[kQueryNTiles][4]) const {
     const int column = Config::kSplitsRows ? 0 : part * Config::kQueryColumns;
     const std::uint32_t rows = Config::kSplitsRows ? part * kKeyPanel : 0;
-    const std::uint64_t a = matrix_descriptor(score_gradients + rows, 16, 1024);
-    const std::uint64_t b = matrix_descriptor(anew(block.keys + column / 64 * kKeyPanel), kKeyPanel, 1024);
+    const std::uint32_t place = score_place(step) * static_cast<std::uint32_t>(Config::kScoreBytes);
+    std::uint64_t a;
+    if constexpr (Config::kSplitsGradients) {
+      a = matrix_descriptor(score_gradients_at(score_place(step)) + rows, 16, 1024);
+    } else {
+      a = advanced(descriptor(block.score_gradients + rows, 16), place);
+    }
+    const std::uint64_t b = descriptor(block.keys + column / 64 * kKeyPanel, kKeyPanel);
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < Config::kTileKeys / 16; ++depth) {
@@ -131,26 +143,33 @@ struct BackwardSteps {
     wgmma_commit();
   }
 
-  // Gradients of scores have kScoreStages places, which steps take by turns. The mark numbers steps modulo twice as
-  // many, which says the place of a step and the parity of its round.
+  // Gradients of scores have kScoreStages places, which steps take by turns.
   __device__ std::uint32_t number() const { return mark >> Facts::kNumberShift & 7; }
   __device__ std::uint32_t last_number() const { return mark >> Facts::kLastNumberShift & 7; }
-  __device__ std::uint32_t score_gradients(std::uint32_t step) const {
-    return anew(block.score_gradients) + step % Config::kScoreStages * static_cast<std::uint32_t>(Config::kScoreBytes);
+  __device__ static std::uint32_t score_place(std::uint32_t step) {
+    return Facts::template place_of<Config::kScoreStages>(step);
+  }
+  __device__ std::uint32_t score_gradients_at(std::uint32_t place) const {
+    const std::uint32_t first = Config::kSplitsGradients ? anew(block.score_gradients) : block.score_gradients;
+    return first + place * static_cast<std::uint32_t>(Config::kScoreBytes);
   }
   __device__ std::uint32_t score_gradients_full(std::uint32_t step) const {
-    return shared_address(&block.shared.score_gradients_full[step % Config::kScoreStages]);
+    return shared_address(&block.shared.score_gradients_full[score_place(step)]);
   }
   // Before the first step of all there are none, and nothing is waited for.
   __device__ void wait_for_score_gradients(std::uint32_t step) const {
-    wait(score_gradients_full(step), step / Config::kScoreStages % 2);
+    wait(score_gradients_full(step), Facts::template parity_of<Config::kScoreStages>(step));
   }
   // Around what adds a step's gradients of queries: until they may be added, and when they have been.
+  __device__ static std::uint32_t turn_place(std::uint32_t step) {
+    return Facts::template place_of<Config::kTurnPlaces>(step);
+  }
   __device__ void wait_for_turn(std::uint32_t step) const {
-    if (has(Facts::kTakesTurns)) block.shared.turns.wait_for_turn(step);
+    if (!has(Facts::kTakesTurns)) return;
+    block.shared.turns.wait_for_turn(turn_place(step), Facts::template parity_of<Config::kTurnPlaces>(step));
   }
   __device__ void pass_turn(std::uint32_t step) const {
-    if (has(Facts::kTakesTurns)) block.shared.turns.pass_turn(step);
+    if (has(Facts::kTakesTurns)) block.shared.turns.pass_turn(turn_place(step));
   }
 
   // ---- Scores
@@ -343,10 +362,14 @@ struct BackwardSteps {
   __device__ void store_score_gradients(const Fragments& packed) const {
     // Matrices 0 and 1 of a fragment are neighbouring keys, 2 and 3 the next eight rows.
     const int matrix = lane() / 8, row = lane() % 8;
-    const std::uint32_t target = score_gradients(number()) + (warp_key() + matrix % 2 * 8 + row) * 128;
+    const std::uint32_t own_row = score_gradients_at(score_place(number())) + (warp_key() + matrix % 2 * 8 + row) * 128;
 #pragma unroll
     for (int depth = 0; depth < kRowNTiles / 2; ++depth) {
-      store_matrices(target + depth / 4 * kKeyPanel + ((depth % 4 * 2 + matrix / 2) ^ row) * 16, packed[depth]);
+      // The same piece of 16 bytes, worked out from the first one or by itself; measured.
+      const std::uint32_t piece = Config::finds_pieces_together(Block::kPlanned)
+                                      ? (own_row + (matrix / 2 ^ row) * 16) ^ depth % 4 * 32
+                                      : own_row + ((depth % 4 * 2 + matrix / 2) ^ row) * 16;
+      store_matrices(piece + depth / 4 * kKeyPanel, packed[depth]);
     }
   }
   // Tells the consumers that take them.

@@ -31,15 +31,15 @@ class QueryTurns {
     }
   }
 
-  // ---- By consumers. `step`: its number, modulo twice the places at least
+  // ---- By consumers: of a step that has `place`, in a round of that parity
 
-  __device__ void wait_for_turn(std::uint32_t step) const {
-    wait(shared_address(&come_[step % kPlaces]), step / kPlaces % 2);
+  __device__ void wait_for_turn(std::uint32_t place, std::uint32_t parity) const {
+    wait(shared_address(&come_[place]), parity);
   }
   // By each warp, when it has added all that it adds of the step.
-  __device__ void pass_turn(std::uint32_t step) const {
+  __device__ void pass_turn(std::uint32_t place) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(shared_address(&added_[step % kPlaces]));
+    if (threadIdx.x % 32 == 0) arrive(shared_address(&added_[place]));
   }
 
   // ---- By the thread that waits for turns

@@ -113,7 +113,7 @@ struct SplitBackwardConsumer {
 
   template <bool kReuses = false>
   __device__ void begin_query_gradients(std::uint32_t step, int part, float (&dqueries)[kQueryNTiles][4]) const {
-    steps.template multiply_score_gradients<kReuses>(steps.score_gradients(step), part, dqueries);
+    steps.template multiply_score_gradients<kReuses>(step, part, dqueries);
   }
 
   // ---- Steps; the first one exists
@@ -159,7 +159,7 @@ struct SplitBackwardConsumer {
       steps.read_ahead(ahead);
       if (last_tile >= 0) {
         steps.results().add_query_gradients(dqueries, 1, last_tile);
-        steps.pass_turn((steps.last_number() + Facts::kNumbers - 1) % Facts::kNumbers);
+        steps.pass_turn(Facts::number_before(steps.last_number()));
       }
       last_tile = own_tile;
       wgmma_wait<0>();

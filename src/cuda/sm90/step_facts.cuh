@@ -1,6 +1,7 @@
 // What producers of the sm90 backward tell consumers of a step.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "cuda/attention/params.h"
@@ -27,10 +28,31 @@ struct alignas(16) StepFacts {
     kDone = 1u << 19,     // there is no work, either
     kMetOnce = 1u << 20,  // the rows are met once (MetOnceTiles): their dquery is stored, and there are no sums of it
   };
-  // Besides the number of the step, and of the one before, modulo kNumbers.
+  // Besides the number of the step, and of the one before.
   static constexpr int kNumberShift = 9, kLastNumberShift = 12, kStageShift = 16, kAddressShift = 24;
-  static constexpr std::uint32_t kNumbers = 2 * Config::kTurnPlaces;
-  static_assert(kNumbers <= 8 && kNumbers % (2 * Config::kScoreStages) == 0);
+  // Steps are numbered modulo kNumbers, so that a number says which of kScoreStages places, and of kTurnPlaces, the
+  // step has, and the parity of its round at either (place_of, parity_of). A power of two is divided by at no cost,
+  // and consumers wait for what these cost: of three places in a round, the number that would be the fourth is left
+  // out.
+  static constexpr std::uint32_t kNumbers = 8;
+  static_assert(Config::kScoreStages == 3
+                    ? Config::kTurnPlaces == 3
+                    : kNumbers % (2 * Config::kScoreStages) == 0 && kNumbers == 2 * Config::kTurnPlaces);
+  template <int kPlaces>
+  __device__ static std::uint32_t place_of(std::uint32_t number) {
+    return number % std::bit_ceil(static_cast<unsigned>(kPlaces));
+  }
+  template <int kPlaces>
+  __device__ static std::uint32_t parity_of(std::uint32_t number) {
+    return number / std::bit_ceil(static_cast<unsigned>(kPlaces)) % 2;
+  }
+  static constexpr std::uint32_t kLeftOut = Config::kScoreStages == 3 ? 1 : 0;  // of every four
+  __device__ static std::uint32_t number_after(std::uint32_t number) {
+    return (number + (number % 4 == 3 - kLeftOut ? 1 + kLeftOut : 1)) % kNumbers;
+  }
+  __device__ static std::uint32_t number_before(std::uint32_t number) {
+    return (number + kNumbers - (number % 4 == 0 ? 1 + kLeftOut : 1)) % kNumbers;
+  }
   static constexpr std::uint32_t kStageMask = 3, kAddressUnits = 1024;
   static_assert(Config::kStages <= kStageMask);
 
