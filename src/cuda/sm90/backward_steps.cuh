@@ -122,12 +122,13 @@ struct BackwardSteps {
   __device__ void multiply_score_gradients(std::uint32_t step, int part, float (&dqueries)[kQueryNTiles][4]) const {
     const int column = Config::kSplitsRows ? 0 : part * Config::kQueryColumns;
     const std::uint32_t rows = Config::kSplitsRows ? part * kKeyPanel : 0;
-    const std::uint32_t place = score_place(step) * static_cast<std::uint32_t>(Config::kScoreBytes);
+    const std::uint32_t place = score_place(step);
     std::uint64_t a;
     if constexpr (Config::kSplitsGradients) {
-      a = matrix_descriptor(score_gradients_at(score_place(step)) + rows, 16, 1024);
+      a = matrix_descriptor(score_gradients_at(place) + rows, 16, 1024);
     } else {
-      a = advanced(descriptor(block.score_gradients + rows, 16), place);
+      a = advanced(descriptor(block.score_gradients + rows, 16),
+                   place * static_cast<std::uint32_t>(Config::kScoreBytes));
     }
     const std::uint64_t b = descriptor(block.keys + column / 64 * kKeyPanel, kKeyPanel);
     wgmma_fence();
