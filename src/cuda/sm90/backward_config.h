@@ -46,29 +46,34 @@ struct BackwardConfig {
   static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients,
                         kReadsWordsAhead = kHeadDim <= 192;
 
+  // Whether producers read once, not for every box, where a step's rows are; measured.
+  static constexpr bool reads_places_once(bool planned) { return kHeadDim < 128 || !planned; }
+
   // Whether consumers store their results as boxes; measured.
   static constexpr bool kStoresBoxes = kHeadDim == 64 || kHeadDim == 128;
 
-  // Of consumers that own keys, all measured:
+  // Of consumers that own keys, all measured, as what is faster cannot be told otherwise (docs/cuda.md, "Between
+  // products"):
   // how many pairs of lse a thread reads before the products that later reads would wait for, as registers allow, and
   // whether it reads what it sees by then, too;
-  // whether a turn at the tensor cores goes on to the next step's scores, and if so whether it ends there, and not when
-  // gradients of queries have been added;
+  // how many pairs of delta it reads before the products for values, which later reads would wait for likewise;
   // whether it is found where sums of queries lie before the products are waited for;
-  // whether a stage is handed back before gradients of queries are added, and not after that;
   // whether the next step is asked for before the products for values, and not after them;
   // whether the addresses of what is stored of scores' gradients are worked out from the first of them;
   // whether it is found out before the last products are waited for, or after that, if there is a next step;
   // whether calls without large rows have code of their own.
-  static constexpr int kEarlyPairs = kHeadDim <= 64 ? 2 : kHeadDim <= 96 ? 8 : 6;
-  static constexpr bool kLongTurns = kHeadDim > 64, kEndsTurnsAtScores = kHeadDim == 96;
-  static constexpr bool kReleasesEarly = kHeadDim != 96;
+  // `plain`: there is neither a bias nor a transform of scores, nor turns at sums.
+  static constexpr int early_pairs(bool planned, bool plain) {
+    return kHeadDim <= 64 ? 2 : kHeadDim <= 96 || (!planned && plain) ? 8 : 6;
+  }
+  static constexpr int early_deltas(bool planned, bool plain) {
+    return kHeadDim == 96 ? 3 : kHeadDim == 128 && !planned && plain ? 5 : 0;
+  }
   static constexpr bool kAsksEarly = kHeadDim > 64;
   static constexpr bool reads_seen_ahead(bool planned, bool plain) {
     return kHidesPacked && planned && (kHeadDim != 128 || plain);
   }
-  // `plain`: there is neither a bias nor a transform of scores, nor turns.
-  static constexpr bool finds_sums_early(bool plain) { return kHeadDim <= 96 || !plain; }
+  static constexpr bool finds_sums_early(bool plain) { return kHeadDim == 96 || !plain; }
   static constexpr bool finds_pieces_together(bool planned) { return kHeadDim > 64 && !kSplitsGradients && !planned; }
   static constexpr bool kBranchesEarly = kHeadDim == 128;
   static constexpr bool keeps_large_rows_apart(bool planned, bool plain) {

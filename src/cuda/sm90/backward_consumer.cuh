@@ -77,8 +77,8 @@ struct BackwardConsumer {
     }
   }
 
-  // One consumer at a time begins a block of products: those of gradients of queries and keys and, where turns are
-  // long, of the next step's scores. The other makes probabilities and gradients of scores meanwhile.
+  // One consumer at a time begins a block of products: those of gradients of queries and keys, and of the next step's
+  // scores. The other makes probabilities and gradients of scores meanwhile.
   __device__ void take_turn() const { sync_named_barrier(kTurnBarrier + steps.group, Config::kConsumers * kWarpGroup); }
   __device__ void pass_turn() const {
     arrive_named_barrier(kTurnBarrier + (steps.group + 1) % Config::kConsumers, Config::kConsumers * kWarpGroup);
@@ -123,7 +123,7 @@ struct BackwardConsumer {
     int tile = -1;  // of the step before
     if (steps.group == Config::kConsumers - 1) pass_turn();
     steps.multiply(steps.scores, steps.block.keys, steps.queries());
-    typename Steps::template Ahead<Config::kEarlyPairs> ahead;
+    typename Steps::template Ahead<Config::early_pairs(Block::kPlanned, Block::kIsPlain)> ahead;
     steps.read_ahead(ahead);
 #pragma unroll 1
     while (true) {
@@ -141,10 +141,12 @@ struct BackwardConsumer {
       steps.make_probabilities(probabilities, ahead);
       std::uint32_t next_mark = 0;
       if (Config::kAsksEarly) next_mark = steps.next_mark();
+      typename Steps::template Pairs<Config::early_deltas(Block::kPlanned, Block::kIsPlain)> deltas;
+      steps.read_pairs(deltas, steps.facts().rows.delta);
       steps.add_products(dvalues, probabilities, steps.output_gradients());
       wgmma_wait<1>();
       settle(gradients);
-      steps.make_score_gradients(probabilities, gradients);
+      steps.make_score_gradients(probabilities, deltas, gradients);
       steps.pack_score_gradients(gradients, packed);
       steps.wait_for_score_gradients(steps.last_number());
       steps.store_score_gradients(packed);
@@ -156,14 +158,13 @@ struct BackwardConsumer {
       take_turn();
       steps.multiply_score_gradients(last_number, steps.group, dqueries);
       steps.add_products(dkeys, packed, steps.queries());
-      if (!Config::kLongTurns) pass_turn();
       steps.publish_score_gradients();
       float* sums = steps.results().query_sums(steps.group, last_tile);
       // Found here, where the compiler would do so later.
       if (Config::finds_sums_early(Block::kIsPlain)) sums = recomputed(sums);
       const auto end_step = [&] {
         // Turns at sums count steps by it: with these not before a step's are added.
-        const bool releases_early = Config::kReleasesEarly && !steps.has(Facts::kTakesTurns);
+        const bool releases_early = !steps.has(Facts::kTakesTurns);
         if (releases_early) steps.release(own_stage);
         if (last_tile >= 0) {
           steps.wait_for_turn(last_number);
@@ -171,7 +172,7 @@ struct BackwardConsumer {
           steps.pass_turn(last_number);
         }
         if (!releases_early) steps.release(own_stage);
-        if (Config::kLongTurns && !Config::kEndsTurnsAtScores) pass_turn();
+        pass_turn();
       };
       // From here on of the next step, if there is one.
       steps.mark = next_mark;
@@ -183,13 +184,11 @@ struct BackwardConsumer {
       if (!Config::kBranchesEarly) wait_for_products();
       if (!steps.is_step(kMetOnce)) {
         if (Config::kBranchesEarly) wait_for_products();
-        if (Config::kEndsTurnsAtScores) pass_turn();
         end_step();
         break;
       }
       if (Config::kBranchesEarly) wait_for_products();
       steps.multiply(steps.scores, steps.block.keys, steps.queries());
-      if (Config::kEndsTurnsAtScores) pass_turn();
       end_step();
     }
     end_last_step<kMetOnce>(tile);

@@ -352,16 +352,24 @@ struct BackwardProducer : Block {
                              int lane) const {
     const RowFacts* source = params.row_facts + tile_of(block, step) * (2 * kTileRows);
     if (shared.has_unseen_row && gather_rows(block.batch, step, source, facts, at, lane)) return;
-    if (lane != 0) return;
-    const std::uint32_t full = shared_address(&shared.steps.full[at.stage]);
-    expect_bytes(full, 2 * Config::kRowBytes + sizeof(facts.rows));
-    load_bytes(shared_address(&facts.rows), source, sizeof(facts.rows), full);
+    if constexpr (Config::reads_places_once(kPlanned)) {
+      const int head = step.head, first_row = step.first_row(), batch = block.batch, stage = at.stage;
+      if (lane == 0) bring_boxes(head, first_row, batch, stage, source);
+    } else {
+      if (lane == 0) bring_boxes(step.head, step.first_row(), block.batch, at.stage, source);
+    }
+  }
+  // By one thread. What these refer to in memory is read again for every box, as what brings one may write memory.
+  __device__ __forceinline__ void bring_boxes(const int& head, const int& first_row, const int& batch, const int& stage,
+                                              const RowFacts* source) const {
+    const std::uint32_t full = shared_address(&shared.steps.full[stage]);
+    auto& rows = shared.facts[stage].rows;
+    expect_bytes(full, 2 * Config::kRowBytes + sizeof(rows));
+    load_bytes(shared_address(&rows), source, sizeof(rows), full);
 #pragma unroll
     for (int panel = 0; panel < Config::kPanels; ++panel) {
-      load_box(queries_at(at.stage) + panel * kRowPanel, maps.query, panel * 64, step.first_row(), step.head,
-               block.batch, full);
-      load_box(output_gradients_at(at.stage) + panel * kRowPanel, maps.dout, panel * 64, step.first_row(), step.head,
-               block.batch, full);
+      load_box(queries_at(stage) + panel * kRowPanel, maps.query, panel * 64, first_row, head, batch, full);
+      load_box(output_gradients_at(stage) + panel * kRowPanel, maps.dout, panel * 64, first_row, head, batch, full);
     }
   }
 

@@ -203,7 +203,7 @@ struct BackwardResults {
       const std::uint32_t place = Config::kPanels == 1 ? steps.score_gradients_at(own) + which * kKeyPanel
                                                        : steps.score_gradients_at((own + panel) % Config::kScoreStages);
       const std::uint32_t staged = place + steps.warp_key() * 128;
-      static_assert(Config::kPanels == 1 ? Config::kTileRows == 128 : Config::kLongTurns);
+      static_assert(Config::kPanels == 2 || Config::kTileRows == 128);
       if (steps.lane() == 0 && Config::kPanels == 2) wait_boxes_read<1>();
       __syncwarp();
       stage_columns<Element, 8>(staged, static_cast<unsigned>(steps.lane()), gradient, 8 * panel, factors);

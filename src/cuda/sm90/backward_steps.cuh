@@ -232,21 +232,29 @@ struct BackwardSteps {
     return *reinterpret_cast<const float2*>(&row_facts[first_row() + 8 * n]);
   }
 
-  // The first kCount of these, at this place of the program.
+  // The first kCount of these, read at one place of the program.
   template <int kCount>
-  __device__ void read_pairs(float2 (&pairs)[kCount], const float (&row_facts)[kTileRows]) const {
+  struct Pairs {
+    float2 first[kCount > 0 ? kCount : 1];
+  };
+  template <int kCount>
+  __device__ void read_pairs(Pairs<kCount>& pairs, const float (&row_facts)[kTileRows]) const {
     const std::uint32_t address = shared_address(&row_facts[first_row()]);
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) pairs[n] = load_shared_float2(address + n * 8 * sizeof(float));
+    for (int n = 0; n < kCount; ++n) pairs.first[n] = load_shared_float2(address + n * 8 * sizeof(float));
+  }
+  template <int kCount>
+  __device__ float2 pair_of(const Pairs<kCount>& pairs, const float (&row_facts)[kTileRows], int n) const {
+    return n < kCount ? pairs.first[n] : pair_of(row_facts, n);
   }
 
-  // Scores become probabilities; lse_of(n): of the thread's rows 8 n and the next one.
-  template <typename LseOf>
-  __device__ void exponentiate(LseOf lse_of) {
+  // Scores become probabilities.
+  template <int kPairs>
+  __device__ void exponentiate(const Pairs<kPairs>& lse_pairs) {
     const float multiplier = block.params.score.multiplier;
 #pragma unroll
     for (int n = 0; n < kRowNTiles; ++n) {
-      const float2 lse = lse_of(n);
+      const float2 lse = pair_of(lse_pairs, facts().rows.lse, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         scores[n][i] = exp2_fast(fmaf(scores[n][i], multiplier, -(i % 2 == 0 ? lse.x : lse.y)));
@@ -320,10 +328,12 @@ struct BackwardSteps {
 
   // `gradients` are those of the probabilities and become those of the scores. Where registers are short, from
   // probabilities as they were rounded for the product.
-  __device__ void make_score_gradients(const Fragments& probabilities, float (&gradients)[kRowNTiles][4]) {
+  template <int kDeltas>
+  __device__ void make_score_gradients(const Fragments& probabilities, const Pairs<kDeltas>& deltas,
+                                       float (&gradients)[kRowNTiles][4]) {
 #pragma unroll
     for (int n = 0; n < kRowNTiles; ++n) {
-      const float2 delta = pair_of(facts().rows.delta, n);
+      const float2 delta = pair_of(deltas, facts().rows.delta, n);
 #pragma unroll
       for (int key = 0; key < 2; ++key) {
         float2 pair = {scores[n][2 * key], scores[n][2 * key + 1]};
@@ -433,7 +443,7 @@ struct BackwardSteps {
   static constexpr bool kReadsSeenAhead = Config::reads_seen_ahead(Block::kPlanned, Block::kIsPlain);
   template <int kPairs>
   struct Ahead {
-    float2 lse[kPairs];
+    Pairs<kPairs> lse;
     Seen seen;
   };
   template <int kPairs>
@@ -449,7 +459,7 @@ struct BackwardSteps {
       subtract_large_rows();
       read_ahead(ahead);  // again: there are no registers for both
     }
-    exponentiate([&](int n) { return n < kPairs ? ahead.lse[n % kPairs] : pair_of(facts().rows.lse, n); });
+    exponentiate(ahead.lse);
     if (!Config::kHidesPacked && !has(Facts::kFull)) hide(scores);
     pack_fragments(scores, packed);
     if (!Config::kHidesPacked || has(Facts::kFull)) return;

@@ -194,7 +194,7 @@ struct SplitBackwardConsumer {
       if (steps.has(Facts::kStartsHead)) steps.results().start_sums_of_head();  // consumer 1 needs no bias
       Fragments probabilities, packed;
       take_probabilities(probabilities);
-      steps.make_score_gradients(probabilities, gradients);
+      steps.make_score_gradients(probabilities, typename Steps::template Pairs<0>{}, gradients);
       steps.pack_score_gradients(gradients, packed);
       steps.store_score_gradients(packed);
       steps.publish_score_gradients();
