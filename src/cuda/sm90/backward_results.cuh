@@ -190,9 +190,9 @@ struct BackwardResults {
   }
 
   // Gradient `which` of two, to a tensor of keys, by the copy engine, from places of gradients of scores: that of the
-  // step to come, and the next one. Nobody reads the former any more; nor, where turns end with the products in them,
-  // the latter, as the other consumer has had its turn. (Head dim 64 needs a place for each gradient, and has two in
-  // the former.) Until they are read, nothing may be written there: wait_until_read.
+  // step to come, and the next one. Nobody reads the former any more; nor the latter, as the other consumer has had its
+  // turn, which ended with the products in it. (Head dim 64 needs a place for each gradient, and has two in the
+  // former.) Until they are read, nothing may be written there: wait_until_read.
   __device__ void store_boxes(const float (&gradient)[1][kDimNTiles][4], int which, const CUtensorMap& map,
                               float factor) const {
     const KeyBlock& keys = steps.work().block;
