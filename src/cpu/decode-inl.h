@@ -2,7 +2,10 @@
 // them, and the parts of a key head's splits are merged by their log-sum-exp (Flash-Decoding; Dao et al. 2023).
 #pragma once
 
+#include <utility>
+
 #include "core/arena.h"
+#include "core/rounding.h"
 #include "cpu/decode_schedule.h"
 #include "cpu/products_vector-inl.h"
 #include "cpu/softmax-inl.h"
@@ -121,47 +124,60 @@ class DecodeUnit {
   };
 
   void attend(const DecodePlans& plans) {
-    Step step, ahead;
-    bool more = true;
-    for (int i = 0; i < kStepsAhead && more; ++i) {
-      more = ahead.advance(plans);
-      if (!more) break;
-      const BlockRows later = block_rows(make_pass(plans, ahead.pass), ahead.first);
-      later.keys.fetch(kDecodeBlock);
-      later.values.fetch(kDecodeBlock);
-    }
-    while (step.advance(plans)) {
-      more = more && ahead.advance(plans);
-      attend_block(make_pass(plans, step.pass), step.first,
-                   more ? block_rows(make_pass(plans, ahead.pass), ahead.first) : BlockRows());
+    Step step;
+    if (!step.advance(plans)) return;
+    BlockRows blocks[2], *own = &blocks[0], *later = &blocks[1];
+    list_rows(plans, step, own);
+    own->fetch(head_dim_, value_dim_);
+    for (bool more = true; more;) {
+      Step next = step;
+      more = next.advance(plans);
+      if (more) list_rows(plans, next, later);
+      attend_block(make_pass(plans, step.pass), step.first, own, more ? later : nullptr);
+      step = next;
+      std::swap(own, later);
     }
   }
 
-  // Rows of the listed keys of a pass from `first` on.
+  // Where a block's keys and values lie.
   struct BlockRows {
-    ListedRows<T> keys, values;
+    int count = 0;
+    const T *keys[kDecodeBlock], *values[kDecodeBlock];
+
+    // At once: nothing runs beside it.
+    void fetch(int head_dim, int value_dim) const {
+      for (int i = 0; i < count; ++i) prefetch_row<0, 2>(keys[i], head_dim);
+      for (int i = 0; i < count; ++i) prefetch_row<0, 2>(values[i], value_dim);
+    }
   };
-  BlockRows block_rows(const Pass& pass, int first) const {
-    return {ListedRows<T>(pass.plan, first, pass.keys, problem_->key.token_stride, head_dim_),
-            ListedRows<T>(pass.plan, first, pass.values, problem_->value.token_stride, value_dim_)};
+  void list_rows(const DecodePlans& plans, const Step& step, BlockRows* rows) const {
+    const Pass pass = make_pass(plans, step.pass);
+    const int left = pass.plan.key_count - step.first;
+    rows->count = left < kDecodeBlock ? left : kDecodeBlock;
+    for (int i = 0; i < rows->count; ++i) {
+      const std::int64_t key = pass.plan.key(step.first + i);
+      rows->keys[i] = pass.keys + key * problem_->key.token_stride;
+      rows->values[i] = pass.values + key * problem_->value.token_stride;
+    }
   }
 
-  // `later`: rows that are fetched on the way.
-  void attend_block(const Pass& pass, int first, const BlockRows& later) {
-    const int left = pass.plan.key_count - first, count = left < kDecodeBlock ? left : kDecodeBlock;
-    const T *keys[kDecodeBlock], *values[kDecodeBlock];
-    const BlockRows own = block_rows(pass, first);
-    own.keys.rows(count, nullptr, keys);
-    own.values.rows(count, nullptr, values);
-    const T *later_keys[kDecodeBlock], *later_values[kDecodeBlock];
-    const T** keys_ahead = later.keys.rows(count, keys, later_keys);
-    const T** values_ahead = later.values.rows(count, values, later_values);
+  // `later`: rows that are fetched on the way, null if there are none. As many as there are of the block's own, of
+  // which the last one stands in for those that are missing.
+  void attend_block(const Pass& pass, int first, BlockRows* own, BlockRows* later) {
+    const int count = own->count;
+    const T *const *keys_ahead = nullptr, *const *values_ahead = nullptr;
+    if (later != nullptr) {
+      for (int i = later->count; i < round_up(count, kKeyGroup); ++i) {
+        later->keys[i] = own->keys[count - 1], later->values[i] = own->values[count - 1];
+      }
+      keys_ahead = later->keys, values_ahead = later->values;
+    }
     for (int row = 0; row < pass_rows_; row += kForwardRowTile) {
       const int rows = pass_rows_ - row < kForwardRowTile ? pass_rows_ - row : kForwardRowTile;
-      multiply_scores_in_place(pass.queries + static_cast<std::int64_t>(row) * query_stride_, query_stride_, rows, keys,
-                               keys_ahead, count, head_dim_, scores_);
+      multiply_scores_in_place(pass.queries + static_cast<std::int64_t>(row) * query_stride_, query_stride_, rows,
+                               own->keys, keys_ahead, count, head_dim_, scores_);
       exponentiate_rows(pass, row, rows, first, count);
-      accumulate_rows_in_place(scores_, rows, values, values_ahead, count, value_dim_,
+      accumulate_rows_in_place(scores_, rows, own->values, values_ahead, count, value_dim_,
                                pass.part.out + static_cast<std::int64_t>(row) * parts_->out_stride(),
                                parts_->out_stride());
       keys_ahead = values_ahead = nullptr;  // once is enough

@@ -15,46 +15,12 @@ constexpr int kQueryBlock = kLanes == 16 ? 4 : 2;
 // Keys whose products are summed over lanes together.
 constexpr int kKeyGroup = 4;
 
-// Listed keys that are multiplied at a time, and fetched ahead: both their rows and those of the next block fit into
-// the L2 cache.
+// Listed keys that are multiplied at a time, while the next ones' rows are fetched into the L2 cache, which both fit:
+// the hardware cannot know where a list goes on, and loses its way where rows of other heads lie between. One block
+// ahead: the first ones come at once, beside nothing; a unit that keeps few keys has four, and with three of them ahead
+// it took up to 30 % longer.
 constexpr int kDecodeBlock = 64;
-// How many steps before it a block is fetched. The first ones come at once, beside nothing; a unit that keeps few keys
-// has four steps, and with three of them ahead it took up to 30 % longer.
-constexpr int kStepsAhead = 1;
 static_assert(kDecodeBlock % kTileKeys == 0 && kDecodeBlock <= kKeyBlock);
-
-// Rows of listed keys, from `first` on, to be fetched into the L2 cache while others are multiplied: the hardware
-// cannot know where a list goes on, and loses its way where rows of other heads lie between.
-template <typename T>
-class ListedRows {
- public:
-  ListedRows() = default;
-  ListedRows(const ChunkPlan& plan, int first, const T* head, std::int64_t stride, int head_dim)
-      : plan_(&plan), head_(head), stride_(stride), first_(first), head_dim_(head_dim) {}
-
-  // The first `count` rows, as far as they are listed, at once.
-  void fetch(int count) const {
-    const int left = plan_->key_count - first_;
-    for (int i = 0; i < (count < left ? count : left); ++i) prefetch_row<0, 2>(row(i), head_dim_);
-  }
-
-  // Where the first `count` lie: null if there are no rows at all. In the place of those that are not listed stand
-  // `others`, null if all are.
-  const T** rows(int count, const T* const* others, const T** to) const {
-    if (plan_ == nullptr) return nullptr;
-    const int left = plan_->key_count - first_;
-    for (int i = 0; i < count; ++i) to[i] = i < left ? row(i) : others[i];
-    return to;
-  }
-
- private:
-  const T* row(int i) const { return head_ + plan_->key(first_ + i) * stride_; }
-
-  const ChunkPlan* plan_ = nullptr;
-  const T* head_ = nullptr;
-  std::int64_t stride_ = 0;
-  int first_ = 0, head_dim_ = 0;
-};
 
 // How queries are multiplied with keys in place: as floats.
 template <typename T>
@@ -169,15 +135,12 @@ HWY_INLINE void multiply_queries(const Query* queries, std::ptrdiff_t query_stri
 }
 
 // scores[row][key] = queries[row] . keys[key] for `count` keys, and zeros up to the end of the tile. `keys` has room
-// for whole groups, as has `ahead` (null: none), whose rows are fetched on the way: the last key stands in for those
-// that are missing.
+// for whole groups: the last key stands in for those that are missing. `ahead`, whole groups too, or null: rows that
+// are fetched on the way.
 template <typename T, typename Query>
 HWY_NOINLINE void multiply_scores_in_place(const Query* queries, std::ptrdiff_t query_stride, int rows, const T** keys,
-                                           const T** ahead, int count, int head_dim, float* scores) {
-  for (int key = count; key % kKeyGroup != 0; ++key) {
-    keys[key] = keys[count - 1];
-    if (ahead != nullptr) ahead[key] = ahead[count - 1];
-  }
+                                           const T* const* ahead, int count, int head_dim, float* scores) {
+  for (int key = count; key % kKeyGroup != 0; ++key) keys[key] = keys[count - 1];
   int key = 0;
   for (; key < count; key += kKeyGroup) {
     multiply_queries(queries, query_stride, rows, keys + key, ahead != nullptr ? ahead + key : nullptr, head_dim,
