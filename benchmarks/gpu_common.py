@@ -213,16 +213,20 @@ class Problem:
     head_dim: int
     length: int
     batch: int = 1
+    value_dim: int = 0  # 0: head_dim
     query: Tensor = field(init=False)
     key: Tensor = field(init=False)
     value: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        def leaf(heads: int) -> Tensor:
-            return normal(self.batch, self.length, heads, self.head_dim).requires_grad_()
+        self.value_dim = self.value_dim or self.head_dim
 
-        self.query, self.key, self.value = leaf(self.heads), leaf(self.key_heads), leaf(self.key_heads)
-        self.dout = normal(self.batch, self.length, self.heads, self.head_dim)
+        def leaf(heads: int, head_dim: int) -> Tensor:
+            return normal(self.batch, self.length, heads, head_dim).requires_grad_()
+
+        self.query, self.key = leaf(self.heads, self.head_dim), leaf(self.key_heads, self.head_dim)
+        self.value = leaf(self.key_heads, self.value_dim)
+        self.dout = normal(self.batch, self.length, self.heads, self.value_dim)
         self.leaves = [self.query, self.key, self.value]
         self.their_leaves = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in self.leaves]
         self.their_dout = self.dout.transpose(1, 2).contiguous()
@@ -235,10 +239,11 @@ class Problem:
     def name(self) -> str:
         key_heads = "" if self.group == 1 else f" Hkv{self.key_heads}"
         batch = "" if self.batch == 1 else f"B{self.batch} "
-        return f"{batch}H{self.heads}{key_heads} D{self.head_dim} S{self.length}"
+        value_dim = "" if self.value_dim == self.head_dim else f"/{self.value_dim}"
+        return f"{batch}H{self.heads}{key_heads} D{self.head_dim}{value_dim} S{self.length}"
 
     def teraflop(self, kept: float = 1.0) -> float:
-        """Of the forward; the backward does 2.5 times as much."""
+        """Of the forward of values of the same head dim; the backward does 2.5 times as much."""
         return 4 * self.batch * self.heads * self.length**2 * self.head_dim * kept / 1e12
 
     def sdpa(self, backend: SDPBackend, **arguments: object) -> Callable[[], Tensor]:
@@ -294,6 +299,17 @@ def backward_of(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tenso
 def step_of(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Work:
     """Forward and backward."""
     return lambda: torch.autograd.grad(forward(), leaves, dout)
+
+
+def peak_beyond_results(work: Callable[[], tuple[Tensor, ...]]) -> float:
+    """Bytes that a call allocates at most at a time, beside what it returns."""
+    work()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    returned = work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - sum(each.untyped_storage().nbytes() for each in returned)
 
 
 def check_equal(ours: Tensor, theirs: Tensor) -> None:

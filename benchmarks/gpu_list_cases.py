@@ -11,17 +11,25 @@ from choices import POOLS, choose_keys
 from flash_dmattn import KeyIndices, PreparedMask, attention, prepare_mask
 from gpu_common import (
     DEVICE,
+    DTYPE,
+    EFFICIENT,
+    FA4,
     FLEX,
     Bench,
     Problem,
     Work,
+    backward_of,
     check_equal,
     compiled_flex,
+    fa4_forward,
+    if_installed,
     kernel_seconds,
+    peak_beyond_results,
     step_of,
 )
 from report import Comparison
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 PREPARED_MASK, DENSE = "own, the mask prepared", "own dense causal"
@@ -35,6 +43,7 @@ def lists(bench: Bench) -> Iterator[Comparison]:
     goals = {"coherent": 3.5, "medium": 1.8, "independent": 0.9}
     for choice, goal in goals.items():
         yield from _chosen(bench, choice, goal)
+    yield from _latent(bench)
 
 
 def _packing(bench: Bench) -> Iterator[Comparison]:
@@ -95,6 +104,41 @@ def _chosen(bench: Bench, choice: str, goal: float) -> Iterator[Comparison]:
         others[FLEX], goals[FLEX] = _flex_step(problem, mask.dense_mask(problem.length)[0, 0]), 3.0
     case = f"lists {problem.name} of {indices.shape[1]} keys, {choice}"
     yield from bench.compare(case, "forward and backward", step(mask=mask), others, goals=goals)
+
+
+def _latent(bench: Bench) -> Iterator[Comparison]:
+    """Values of another head dim than keys, as in multi-head latent attention, and one list for all heads."""
+    problem = Problem(16, 16, 192, bench.length(16384), value_dim=128)
+    indices = choose_keys(problem.length, bench.length(2048), POOLS["coherent"], device=DEVICE)
+    mask = KeyIndices(indices[None, None])
+
+    def forward(mask: KeyIndices | None = None) -> Tensor:
+        return attention(*problem.leaves, mask=mask, is_causal=True)
+
+    fa4 = fa4_forward(problem, causal=True)
+    case, dense_leaves = f"dense {problem.name} causal", (problem.leaves, problem.dout)
+    forwards = if_installed(FA4, fa4)
+    backwards = {name: backward_of(work, *dense_leaves) for name, work in forwards.items()}
+    for what, ours, others in (
+        ("forward", forward, forwards),
+        ("backward", backward_of(forward, *dense_leaves), backwards),
+    ):
+        yield from bench.compare(case, what, ours, others, goals={FA4: 0.95})
+
+    ours, dense = (step_of(partial(forward, each), *dense_leaves) for each in (mask, None))
+    visible = mask.dense_mask(problem.length)
+    sdpa = problem.sdpa(SDPBackend.EFFICIENT_ATTENTION, attn_mask=visible)
+    check_equal(forward(mask), sdpa().transpose(1, 2))
+    others = {DENSE: dense, EFFICIENT: step_of(sdpa, problem.their_leaves, problem.their_dout)}
+    case = f"lists {problem.name} of {indices.shape[1]} keys, coherent"
+    yield from bench.compare(case, "forward and backward", ours, others, goals={DENSE: 1.75, EFFICIENT: 4.0})
+    yield _peak(case, lambda: (out := forward(mask), *torch.autograd.grad(out, *dense_leaves)))
+
+
+def _peak(case: str, step: Callable[[], tuple[Tensor, ...]]) -> Comparison:
+    """What a step needs beside its inputs, output and gradients."""
+    megabytes = peak_beyond_results(step) / 1e6
+    return Comparison(case, "peak memory", str(DTYPE).removeprefix("torch."), "MB", megabytes, limit=600)
 
 
 def _flex_step(problem: Problem, mask: Tensor) -> Work:

@@ -58,7 +58,8 @@ struct BackwardConfig {
   // whether it reads what it sees by then, too;
   // how many pairs of delta it reads before the products for values, which later reads would wait for likewise;
   // whether it is found where sums of queries lie before the products are waited for;
-  // whether the next step is asked for before the products for values, and not after them;
+  // when the next step is asked for;
+  // whether keys are handed back before the last gradients of queries are added;
   // whether the addresses of what is stored of scores' gradients are worked out from the first of them;
   // whether it is found out before the last products are waited for, or after that, if there is a next step;
   // whether calls without large rows have code of their own.
@@ -67,9 +68,14 @@ struct BackwardConfig {
     return kHeadDim <= 64 ? 2 : kHeadDim <= 96 || (!planned && plain) ? 8 : 6;
   }
   static constexpr int early_deltas(bool planned, bool plain) {
-    return kHeadDim == 96 ? 3 : kHeadDim == 128 && !planned && plain ? 5 : 0;
+    return kHeadDim == 96 ? 3 : kHeadDim == 128 && plain ? (planned ? 2 : 4) : 0;
   }
-  static constexpr bool kAsksEarly = kHeadDim > 64;
+  enum class Asks { kBeforeProductsForValues, kOnceTheyAreIssued, kOnceScoreGradientsAreStored };
+  static constexpr Asks asks(bool planned, bool plain) {
+    if (kHeadDim <= 64) return Asks::kOnceScoreGradientsAreStored;
+    return kHeadDim == 128 && !planned && plain ? Asks::kOnceTheyAreIssued : Asks::kBeforeProductsForValues;
+  }
+  static constexpr bool releases_keys_early(bool plain) { return kHeadDim == 128 && plain; }
   static constexpr bool reads_seen_ahead(bool planned, bool plain) {
     return kHidesPacked && planned && (kHeadDim != 128 || plain);
   }

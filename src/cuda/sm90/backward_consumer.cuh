@@ -16,6 +16,9 @@ struct BackwardConsumer {
   using Fragments = typename Steps::Fragments;
   static constexpr int kRowNTiles = Steps::kRowNTiles, kDimNTiles = Steps::kDimNTiles,
                        kQueryNTiles = Steps::kQueryNTiles;
+  using Asks = typename Config::Asks;
+  static constexpr Asks kAsks = Config::asks(Block::kPlanned, Block::kIsPlain);
+  static constexpr bool kReleasesKeysEarly = Config::releases_keys_early(Block::kIsPlain);
 
   Steps steps;
   float dkeys[1][kDimNTiles][4], dvalues[1][kDimNTiles][4];
@@ -46,7 +49,7 @@ struct BackwardConsumer {
     } else {
       steps.results().pass_turns_of_bias();
     }
-    steps.release_keys();
+    if (!kReleasesKeysEarly || !any) steps.release_keys();
     store_results(any);
   }
 
@@ -140,10 +143,11 @@ struct BackwardConsumer {
       Fragments probabilities, packed;
       steps.make_probabilities(probabilities, ahead);
       std::uint32_t next_mark = 0;
-      if (Config::kAsksEarly) next_mark = steps.next_mark();
+      if (kAsks == Asks::kBeforeProductsForValues) next_mark = steps.next_mark();
       typename Steps::template Pairs<Config::early_deltas(Block::kPlanned, Block::kIsPlain)> deltas;
       steps.read_pairs(deltas, steps.facts().rows.delta);
       steps.add_products(dvalues, probabilities, steps.output_gradients());
+      if (kAsks == Asks::kOnceTheyAreIssued) next_mark = steps.next_mark();
       wgmma_wait<1>();
       settle(gradients);
       steps.make_score_gradients(probabilities, deltas, gradients);
@@ -153,7 +157,7 @@ struct BackwardConsumer {
       const int last_tile = tile, own_stage = steps.stage();
       const std::uint32_t last_number = steps.last_number();
       tile = steps.facts().tile;
-      if (!Config::kAsksEarly) next_mark = steps.next_mark();
+      if (kAsks == Asks::kOnceScoreGradientsAreStored) next_mark = steps.next_mark();
       next_mark = __reduce_or_sync(~0u, next_mark);
       take_turn();
       steps.multiply_score_gradients(last_number, steps.group, dqueries);
@@ -204,6 +208,7 @@ struct BackwardConsumer {
     settle(dqueries);
     settle(dkeys[0]);
     settle(dvalues[0]);
+    if (kReleasesKeysEarly && !steps.has(Facts::kExists)) steps.release_keys();  // no product needs them any more
     steps.wait_for_turn(steps.last_number());
     give_query_gradients<kMetOnce>(dqueries, steps.last_number(), steps.results().query_sums(steps.group, tile));
     steps.pass_turn(steps.last_number());
