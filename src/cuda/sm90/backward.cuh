@@ -24,10 +24,10 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-template <typename Element, int kHeadDim, bool kPlanned, std::uint32_t kAbsent>
-__global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, std::uint32_t kAbsent>
+__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kValueDim>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardMaps maps) {
-  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kAbsent>;
+  using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kAbsent>;
   using Config = typename Block::Config;
   constexpr std::uint32_t kLargeRows = Block::Facts::kLargeRows;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim>::kThreads, 1)
     }
   } else if (threadIdx.x < 2 * kWarpGroup) {
     take_registers<Config::kConsumerRegisters>();
-    SplitBackwardConsumer<Block, kAbsent>(block).template run<true>();
+    SplitBackwardConsumer<Block, kAbsent, true>(block).run();
   } else {
     take_registers<Config::kKeyConsumerRegisters>();
-    SplitBackwardConsumer<Block, kAbsent>(block).template run<false>();
+    SplitBackwardConsumer<Block, kAbsent, false>(block).run();
   }
 }
 

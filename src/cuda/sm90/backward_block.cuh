@@ -21,10 +21,10 @@ namespace flash_dmattn::internal::cuda::sm90 {
 
 // kItsAbsent: marks that no step of the call has. Their code is left out: it would not be run, but stand between
 // what is. Without all that can be absent the loop over steps is half as long.
-template <typename ElementType, int kItsHeadDim, bool kIsPlanned, std::uint32_t kItsAbsent>
+template <typename ElementType, int kHeadDim, int kValueDim, bool kIsPlanned, std::uint32_t kItsAbsent>
 struct BackwardBlock {
   using Element = ElementType;
-  using Config = BackwardConfig<kItsHeadDim>;
+  using Config = BackwardConfig<kHeadDim, kValueDim>;
   using Facts = StepFacts<Config>;
   static constexpr bool kPlanned = kIsPlanned;
   static constexpr std::uint32_t kAbsent = kItsAbsent;
@@ -33,7 +33,6 @@ struct BackwardBlock {
       kPlanned && Config::kMayStoreQueries && (kAbsent & Facts::kTakesTurns) != 0 && (kAbsent & Facts::kMetOnce) == 0;
   static constexpr bool kIsPlain = (kAbsent & Facts::kBiased) != 0;
   static constexpr bool kReadsWordsAhead = kPlanned && Config::kReadsWordsAhead;
-  static constexpr int kHeadDim = kItsHeadDim;
   static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kStages = Config::kStages;
   // Bytes from one panel of 64 columns to the next.
   static constexpr std::uint32_t kKeyPanel = kTileKeys * 128, kRowPanel = kTileRows * 128;
@@ -86,8 +85,8 @@ struct BackwardBlock {
         maps(maps),
         keys(shared_address(memory)),
         values(keys + static_cast<std::uint32_t>(Config::kKeyBytes)),
-        queries(values + static_cast<std::uint32_t>(Config::kKeyBytes)),
-        score_gradients(queries + static_cast<std::uint32_t>(kStages * 2 * Config::kRowBytes)),
+        queries(values + static_cast<std::uint32_t>(Config::kValueBytes)),
+        score_gradients(queries + static_cast<std::uint32_t>(kStages * Config::kRowBytes)),
         probabilities(score_gradients + static_cast<std::uint32_t>(Config::kScoreStages * Config::kScoreBytes)),
         shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes)) {}
 
@@ -115,10 +114,10 @@ struct BackwardBlock {
   }
 
   __device__ std::uint32_t queries_at(int stage) const {
-    return queries + stage * static_cast<std::uint32_t>(2 * Config::kRowBytes);
+    return queries + stage * static_cast<std::uint32_t>(Config::kRowBytes);
   }
   __device__ std::uint32_t output_gradients_at(int stage) const {
-    return queries_at(stage) + static_cast<std::uint32_t>(Config::kRowBytes);
+    return queries_at(stage) + static_cast<std::uint32_t>(Config::kQueryBytes);
   }
 };
 

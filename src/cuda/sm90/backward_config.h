@@ -14,9 +14,10 @@ constexpr bool has_backward(int bucket) { return bucket >= kLeastBackwardBucket 
 
 // One warp group brings tiles of queries and output gradients. Each of the others, consumers, owns kConsumerKeys keys;
 // of wide heads they own the same ones, one the gradient of keys, one that of values.
-template <int kHeadDimBucket>
+template <int kHeadDimBucket, int kValueDimBucket>
 struct BackwardConfig {
-  static constexpr int kHeadDim = kHeadDimBucket;
+  static constexpr int kHeadDim = kHeadDimBucket, kValueDim = kValueDimBucket;
+  static_assert(kValueDim <= kHeadDim);
   static constexpr bool kSplitsGradients = kHeadDim > 128;
   static constexpr int kConsumerKeys = 64, kConsumers = 2, kTileKeys = kConsumerKeys * (kSplitsGradients ? 1 : 2);
   // Of a step: a unit of the plan, or two where registers allow.
@@ -91,14 +92,18 @@ struct BackwardConfig {
   static constexpr int kTurnPlaces = kSplitsGradients ? 4 : 3;
 
   // Shared memory: panels of 64 columns, 128 bytes a row.
-  static constexpr int kPanels = (kHeadDim + 63) / 64;
-  static constexpr std::size_t kKeyBytes = std::size_t{kPanels} * kTileKeys * 128;
-  static constexpr std::size_t kRowBytes = std::size_t{kPanels} * kTileRows * 128;
+  static constexpr int panels(int columns) { return (columns + 63) / 64; }
+  static constexpr int kKeyPanels = panels(kHeadDim), kValuePanels = panels(kValueDim);
+  static constexpr std::size_t kKeyBytes = std::size_t{kKeyPanels} * kTileKeys * 128;
+  static constexpr std::size_t kValueBytes = std::size_t{kValuePanels} * kTileKeys * 128;
+  static constexpr std::size_t kQueryBytes = std::size_t{kKeyPanels} * kTileRows * 128;  // of a step
+  static constexpr std::size_t kOutputGradientBytes = std::size_t{kValuePanels} * kTileRows * 128;
+  static constexpr std::size_t kRowBytes = kQueryBytes + kOutputGradientBytes;
   static constexpr int kScoreStages = kSplitsGradients ? 2 : 3;  // of scores' gradients
   static constexpr std::size_t kScoreBytes = std::size_t{kTileKeys} * kTileRows * 2;
   static constexpr std::size_t kProbabilityBytes = kSplitsGradients ? kScoreBytes : 0;
   static constexpr std::size_t kTilesBytes =
-      2 * kKeyBytes + kStages * 2 * kRowBytes + kScoreStages * kScoreBytes + kProbabilityBytes;
+      kKeyBytes + kValueBytes + kStages * kRowBytes + kScoreStages * kScoreBytes + kProbabilityBytes;
 
   // dquery is made in parts: 64 of the rows for each consumer or, of a step that has no more, panels of columns, of
   // which the last may not be full.

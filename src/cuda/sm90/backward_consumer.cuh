@@ -14,14 +14,13 @@ struct BackwardConsumer {
   using Config = typename Steps::Config;
   using Facts = typename Steps::Facts;
   using Fragments = typename Steps::Fragments;
-  static constexpr int kRowNTiles = Steps::kRowNTiles, kDimNTiles = Steps::kDimNTiles,
-                       kQueryNTiles = Steps::kQueryNTiles;
+  static constexpr int kRowNTiles = Steps::kRowNTiles, kQueryNTiles = Steps::kQueryNTiles;
   using Asks = typename Config::Asks;
   static constexpr Asks kAsks = Config::asks(Block::kPlanned, Block::kIsPlain);
   static constexpr bool kReleasesKeysEarly = Config::releases_keys_early(Block::kIsPlain);
 
   Steps steps;
-  float dkeys[1][kDimNTiles][4], dvalues[1][kDimNTiles][4];
+  float dkeys[1][Steps::kKeyNTiles][4], dvalues[1][Steps::kValueNTiles][4];
 
   __device__ explicit BackwardConsumer(Block& block) : steps(block) {}
 
@@ -125,7 +124,7 @@ struct BackwardConsumer {
     }
     int tile = -1;  // of the step before
     if (steps.group == Config::kConsumers - 1) pass_turn();
-    steps.multiply(steps.scores, steps.block.keys, steps.queries());
+    steps.multiply_queries();
     typename Steps::template Ahead<Config::early_pairs(Block::kPlanned, Block::kIsPlain)> ahead;
     steps.read_ahead(ahead);
 #pragma unroll 1
@@ -137,7 +136,7 @@ struct BackwardConsumer {
         steps.read_ahead(ahead);  // again: nothing else is kept in registers over that
       }
       float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
-      steps.multiply(gradients, steps.block.values, steps.output_gradients());
+      steps.multiply_output_gradients(gradients);
       wgmma_wait<1>();
       settle(steps.scores);
       Fragments probabilities, packed;
@@ -192,7 +191,7 @@ struct BackwardConsumer {
         break;
       }
       if (Config::kBranchesEarly) wait_for_products();
-      steps.multiply(steps.scores, steps.block.keys, steps.queries());
+      steps.multiply_queries();
       end_step();
     }
     end_last_step<kMetOnce>(tile);

@@ -1,4 +1,5 @@
-// The sm90 backward for one element type and bucket of head dims: cmake/cuda.cmake compiles this file once for each.
+// The sm90 backward for one element type and pair of buckets, of keys and of values: cmake/cuda.cmake compiles this
+// file once for each.
 #include <algorithm>
 
 #include "cuda/launch_blocks.cuh"
@@ -8,9 +9,9 @@
 namespace flash_dmattn::internal::cuda::sm90 {
 namespace {
 
-template <typename Element, int kHeadDim, bool kPlanned, std::uint32_t kAbsent>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, std::uint32_t kAbsent>
 cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardMaps& maps, cudaStream_t stream) {
-  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kAbsent>;
+  using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kAbsent>;
   using Config = typename Block::Config;
   const std::int64_t works = kPlanned ? key_blocks<Config::kTileKeys, true>(params)
                                       : unplanned_works<Config::kTileKeys>(params, params.batch * params.key_heads);
@@ -22,32 +23,33 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardM
   if constexpr (Block::kStoresQueries) {
     // The device knows whether dquery is stored: one of the twins finds that it has no works.
     constexpr std::uint32_t kNoneStored = kAbsent | Block::Facts::kMetOnce;
-    const cudaError_t result =
-        launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kNoneStored>, shape, stream, params, maps);
+    const cudaError_t result = launch_blocks(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kNoneStored>,
+                                             shape, stream, params, maps);
     if (result != cudaSuccess || params.met_once.tiles == nullptr) return result;
   }
-  return launch_blocks(backward_kernel<Element, kHeadDim, kPlanned, kAbsent>, shape, stream, params, maps);
+  return launch_blocks(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kAbsent>, shape, stream, params, maps);
 }
 
 }  // namespace
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream) {
   // What is absent from each of three kinds of kernels; the first has everything.
-  using Facts = StepFacts<BackwardConfig<kHeadDim>>;
+  using Facts = StepFacts<BackwardConfig<kHeadDim, kValueDim>>;
   constexpr std::uint32_t kNoTurns = Facts::kTakesTurns,
                           kPlain = kNoTurns | Facts::kTransforms | Facts::kBiased | Facts::kSumsKeyBias;
   const std::uint32_t marks = Facts::marks_of(params);
   const auto launch = [&]<bool kPlanned>() {
-    if ((marks & kPlain) == 0) return launch_backward_kernel<Element, kHeadDim, kPlanned, kPlain>(params, maps, stream);
-    return (marks & kNoTurns) == 0 ? launch_backward_kernel<Element, kHeadDim, kPlanned, kNoTurns>(params, maps, stream)
-                                   : launch_backward_kernel<Element, kHeadDim, kPlanned, 0>(params, maps, stream);
+    if ((marks & kPlain) == 0)
+      return launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kPlain>(params, maps, stream);
+    return (marks & kNoTurns) == 0
+               ? launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kNoTurns>(params, maps, stream)
+               : launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, 0>(params, maps, stream);
   };
   return planned ? launch.template operator()<true>() : launch.template operator()<false>();
 }
 
-template cudaError_t launch_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM>(const BackwardParams&,
-                                                                                  const BackwardMaps&, bool,
-                                                                                  cudaStream_t);
+template cudaError_t launch_backward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_VALUE_DIM>(
+    const BackwardParams&, const BackwardMaps&, bool, cudaStream_t);
 
 }  // namespace flash_dmattn::internal::cuda::sm90

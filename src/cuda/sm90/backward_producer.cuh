@@ -179,7 +179,7 @@ struct BackwardProducer : Block {
       const std::int32_t source = __shfl_sync(~0u, index, first_row + row);
       const std::uint32_t offset = (first_row + row) * 128 + (piece ^ row) * 16;
 #pragma unroll
-      for (int panel = 0; panel < Config::kPanels; ++panel) {
+      for (int panel = 0; panel < Config::kKeyPanels; ++panel) {
         const int column = panel * 64 + piece * 8;
         const auto copy = [&](std::uint32_t target, const std::uint16_t* row, int columns) {
           const bool valid = source >= 0 && column < columns;
@@ -190,7 +190,7 @@ struct BackwardProducer : Block {
           }
         };
         copy(first_target, first.row(source), params.head_dim);
-        copy(second_target, second.row(source), params.value_dim);
+        if (panel < Config::kValuePanels) copy(second_target, second.row(source), params.value_dim);
       }
     }
   }
@@ -205,11 +205,12 @@ struct BackwardProducer : Block {
     // Neighbours that all exist and are seen come in boxes: a handful of instructions in place of some hundred.
     if (maps.boxes_of_keys && !block.listed && __all_sync(~0u, key >= 0)) {
       if (lane == 0) {
-        expect_bytes(full, 2 * Config::kPanels * kWarpKeys * 128);
+        expect_bytes(full, (Config::kKeyPanels + Config::kValuePanels) * kWarpKeys * 128);
 #pragma unroll
-        for (int panel = 0; panel < Config::kPanels; ++panel) {
+        for (int panel = 0; panel < Config::kKeyPanels; ++panel) {
           const std::uint32_t offset = panel * kKeyPanel + warp * kWarpKeys * 128;
           load_box(keys + offset, maps.key, panel * 64, key, block.key_head, block.batch, full);
+          if (panel >= Config::kValuePanels) continue;
           load_box(values + offset, maps.value, panel * 64, key, block.key_head, block.batch, full);
         }
       }
@@ -364,11 +365,12 @@ struct BackwardProducer : Block {
                                               const RowFacts* source) const {
     const std::uint32_t full = shared_address(&shared.steps.full[stage]);
     auto& rows = shared.facts[stage].rows;
-    expect_bytes(full, 2 * Config::kRowBytes + sizeof(rows));
+    expect_bytes(full, Config::kRowBytes + sizeof(rows));
     load_bytes(shared_address(&rows), source, sizeof(rows), full);
 #pragma unroll
-    for (int panel = 0; panel < Config::kPanels; ++panel) {
+    for (int panel = 0; panel < Config::kKeyPanels; ++panel) {
       load_box(queries_at(stage) + panel * kRowPanel, maps.query, panel * 64, first_row, head, batch, full);
+      if (panel >= Config::kValuePanels) continue;
       load_box(output_gradients_at(stage) + panel * kRowPanel, maps.dout, panel * 64, first_row, head, batch, full);
     }
   }

@@ -26,7 +26,7 @@ struct BackwardResults {
   using Element = typename Block::Element;
   using Facts = typename Block::Facts;
   static constexpr int kHeadDim = Steps::kHeadDim, kTileRows = Steps::kTileRows;
-  static constexpr int kDimNTiles = Steps::kDimNTiles, kQueryNTiles = Steps::kQueryNTiles;
+  static constexpr int kKeyNTiles = Steps::kKeyNTiles, kQueryNTiles = Steps::kQueryNTiles;
   static constexpr std::uint32_t kKeyPanel = Steps::kKeyPanel;
 
   Steps& steps;
@@ -46,7 +46,7 @@ struct BackwardResults {
     const int first_n = part * kQueryNTiles;
 #pragma unroll
     for (int n = 0; n < kQueryNTiles; ++n) {
-      if (kHeadDim % 64 != 0 && first_n + n >= kDimNTiles) break;
+      if (kHeadDim % 64 != 0 && first_n + n >= kKeyNTiles) break;
       const float(&four)[4] = dqueries[n];
       add_to_global(target + n * kWarpGroup * 4, four[0], four[1], four[2], four[3], L2Policy::kKept);
     }
@@ -61,7 +61,7 @@ struct BackwardResults {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int n = 0; n < kQueryNTiles; n += 4) {
-        if (kHeadDim % 64 != 0 && first_n + n >= kDimNTiles) break;
+        if (kHeadDim % 64 != 0 && first_n + n >= kKeyNTiles) break;
         std::uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -143,7 +143,8 @@ struct BackwardResults {
 
   // Where other blocks have some of the block's gradients, each is added to `sums`, else it is stored.
   __device__ bool stores() const { return steps.work().block.stores; }
-  __device__ void add_up(const float (&gradient)[1][kDimNTiles][4], float* sums, float factor) const {
+  template <int kNTiles>
+  __device__ void add_up(const float (&gradient)[1][kNTiles][4], float* sums, float factor) const {
     const KeyBlock& keys = steps.work().block;
     add_to_sums<kHeadDim>(gradient, steps.block.params, keys, steps.work().key, steps.warp_key(), 0,
                           sums + keys.color * steps.block.params.key_color_stride, factor);
@@ -159,18 +160,20 @@ struct BackwardResults {
     return steps.rare_params().tile_order.sums + (tile * Config::kTileKeys + steps.warp_key()) * kHeadDim +
            steps.lane() * 4;
   }
-  __device__ void add_segment(const float (&gradient)[1][kDimNTiles][4], int which) const {
+  template <int kNTiles>
+  __device__ void add_segment(const float (&gradient)[1][kNTiles][4], int which) const {
     float* sums = segment_sums(which);
 #pragma unroll
-    for (int n = 0; n < kDimNTiles; ++n) {
+    for (int n = 0; n < kNTiles; ++n) {
       const float(&four)[4] = gradient[0][n];
       add_to_global(sums + n * 128, four[0], four[1], four[2], four[3]);
     }
   }
-  __device__ void take_segments(float (&gradient)[1][kDimNTiles][4], int which) const {
+  template <int kNTiles>
+  __device__ void take_segments(float (&gradient)[1][kNTiles][4], int which) const {
     const auto* sums = reinterpret_cast<const float4*>(segment_sums(which));
 #pragma unroll
-    for (int n = 0; n < kDimNTiles; ++n) {
+    for (int n = 0; n < kNTiles; ++n) {
       const float4 four = __ldcg(sums + n * 32);
       gradient[0][n][0] = four.x, gradient[0][n][1] = four.y, gradient[0][n][2] = four.z, gradient[0][n][3] = four.w;
     }
@@ -193,18 +196,20 @@ struct BackwardResults {
   // step to come, and the next one. Nobody reads the former any more; nor the latter, as the other consumer has had its
   // turn, which ended with the products in it. (Head dim 64 needs a place for each gradient, and has two in the
   // former.) Until they are read, nothing may be written there: wait_until_read.
-  __device__ void store_boxes(const float (&gradient)[1][kDimNTiles][4], int which, const CUtensorMap& map,
+  template <int kNTiles>
+  __device__ void store_boxes(const float (&gradient)[1][kNTiles][4], int which, const CUtensorMap& map,
                               float factor) const {
     const KeyBlock& keys = steps.work().block;
     const float factors[2] = {factor, factor};
 #pragma unroll
-    for (int panel = 0; panel < Config::kPanels; ++panel) {
+    for (int panel = 0; panel < kNTiles / 8; ++panel) {
       const std::uint32_t own = steps.score_place(steps.number());
-      const std::uint32_t place = Config::kPanels == 1 ? steps.score_gradients_at(own) + which * kKeyPanel
-                                                       : steps.score_gradients_at((own + panel) % Config::kScoreStages);
+      const std::uint32_t place = Config::kKeyPanels == 1
+                                      ? steps.score_gradients_at(own) + which * kKeyPanel
+                                      : steps.score_gradients_at((own + panel) % Config::kScoreStages);
       const std::uint32_t staged = place + steps.warp_key() * 128;
-      static_assert(Config::kPanels == 2 || Config::kTileRows == 128);
-      if (steps.lane() == 0 && Config::kPanels == 2) wait_boxes_read<1>();
+      static_assert(Config::kKeyPanels == 2 || Config::kTileRows == 128);
+      if (steps.lane() == 0 && Config::kKeyPanels == 2) wait_boxes_read<1>();
       __syncwarp();
       stage_columns<Element, 8>(staged, static_cast<unsigned>(steps.lane()), gradient, 8 * panel, factors);
       fence_async_proxy();
@@ -223,7 +228,8 @@ struct BackwardResults {
   }
 
   // `columns`: of the target.
-  __device__ void store(const float (&gradient)[1][kDimNTiles][4], const TokenView& target, int columns,
+  template <int kNTiles>
+  __device__ void store(const float (&gradient)[1][kNTiles][4], const TokenView& target, int columns,
                         float factor) const {
     const BackwardParams& params = steps.block.params;
     const KeyBlock& keys = steps.work().block;
@@ -233,7 +239,7 @@ struct BackwardResults {
       auto* row = static_cast<std::uint16_t*>(target.data) + keys.batch * target.batch_stride +
                   keys.key_head * target.head_stride + key * target.token_stride;
 #pragma unroll
-      for (int first = 0; first < kDimNTiles; first += 4) {
+      for (int first = 0; first < kNTiles; first += 4) {
         std::uint32_t words[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {

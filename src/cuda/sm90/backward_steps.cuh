@@ -25,7 +25,8 @@ struct BackwardSteps {
   using Element = typename Block::Element;
   using Facts = typename Block::Facts;
   static constexpr int kHeadDim = Config::kHeadDim, kTileRows = Config::kTileRows, kStages = Config::kStages;
-  static constexpr int kRowNTiles = kTileRows / 8, kDimNTiles = kHeadDim / 8, kQueryNTiles = Config::kQueryColumns / 8;
+  static constexpr int kRowNTiles = kTileRows / 8, kKeyNTiles = kHeadDim / 8, kValueNTiles = Config::kValueDim / 8,
+                       kQueryNTiles = Config::kQueryColumns / 8;
   static constexpr std::uint32_t kKeyPanel = Block::kKeyPanel, kRowPanel = Block::kRowPanel;
   // A fragment of A for each 16 rows of the step: what the products for keys and values take from registers.
   using Fragments = std::uint32_t[kRowNTiles / 2][4];
@@ -63,7 +64,7 @@ struct BackwardSteps {
   // Where the step's rows are in shared memory.
   __device__ std::uint32_t queries() const { return (mark >> Facts::kAddressShift) * Facts::kAddressUnits; }
   __device__ std::uint32_t output_gradients() const {
-    return queries() + static_cast<std::uint32_t>(Config::kRowBytes);
+    return queries() + static_cast<std::uint32_t>(Config::kQueryBytes);
   }
   __device__ const Facts& facts() const { return block.shared.facts[stage()]; }
   __device__ const typename Block::Work& work() const { return block.shared.works[has(Facts::kOddWork) ? 1 : 0]; }
@@ -92,13 +93,20 @@ struct BackwardSteps {
     }
   }
 
-  // sum = `own`, rows of keys or values, times rows of a stage, transposed
+  // scores = keys times queries, transposed
+  __device__ void multiply_queries() { multiply<kHeadDim>(scores, block.keys, queries()); }
+  // gradients, of probabilities, = values times gradients of the output, transposed
+  __device__ void multiply_output_gradients(float (&gradients)[kRowNTiles][4]) const {
+    multiply<Config::kValueDim>(gradients, block.values, output_gradients());
+  }
+  // sum = `own`, rows of keys or values of kDims columns, times rows of a stage, transposed
+  template <int kDims>
   __device__ void multiply(float (&sum)[kRowNTiles][4], std::uint32_t own, std::uint32_t rows) const {
     const std::uint64_t a = descriptor(own + consumer_key() * 128, 16);
     const std::uint64_t b = descriptor(rows, 16);
     wgmma_fence();
 #pragma unroll
-    for (int depth = 0; depth < kHeadDim / 16; ++depth) {
+    for (int depth = 0; depth < kDims / 16; ++depth) {
       begin_or_add<BRows::kColumns, ARows::kRows>(sum, advanced(a, depth / 4 * kKeyPanel + depth % 4 * 32),
                                                   advanced(b, depth / 4 * kRowPanel + depth % 4 * 32), depth != 0);
     }
@@ -106,7 +114,8 @@ struct BackwardSteps {
   }
 
   // sum += `fragments` times rows of a stage
-  __device__ void add_products(float (&sum)[1][kDimNTiles][4], const Fragments& fragments, std::uint32_t rows) const {
+  template <int kNTiles>
+  __device__ void add_products(float (&sum)[1][kNTiles][4], const Fragments& fragments, std::uint32_t rows) const {
     const std::uint64_t b = descriptor(rows, kRowPanel);
     wgmma_fence();
 #pragma unroll

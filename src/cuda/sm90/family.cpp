@@ -169,7 +169,7 @@ bool rounds_shares_away(const BackwardProblem& problem) {
 bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
   const int bucket = bucket_of(wider_head_dim(problem));
   const bool stores_boxes =
-      with_bucket(bucket, []<int kHeadDim>() { return sm90::BackwardConfig<kHeadDim>::kStoresBoxes; });
+      with_bucket(bucket, []<int kHeadDim>() { return sm90::BackwardConfig<kHeadDim, kHeadDim>::kStoresBoxes; });
   if (stores_boxes && !may_store_boxes()) return false;
   return gpu.capability == 90 && sm90::has_backward(bucket) && problem.keys > 0 && problem.softcap == 0 &&
          is_per_key(problem.bias) && is_per_key(problem.dbias) && !rounds_shares_away(problem) &&
@@ -182,7 +182,7 @@ bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
 
 BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
   return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
-    using Config = sm90::BackwardConfig<kHeadDim>;
+    using Config = sm90::BackwardConfig<kHeadDim, kHeadDim>;
     return BackwardTiles{.rows = Config::kTileRows,
                          .keys = Config::kTileKeys,
                          .stays_on = gpu.processors,
@@ -226,7 +226,7 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
     if (const cudaError_t made = make_maps(problem, tiles, &maps); made != cudaSuccess) return made;
     return by_type(problem, [&]<typename Element, int kHeadDim>() {
       if constexpr (sm90::has_backward(kHeadDim)) {
-        return sm90::launch_backward<Element, kHeadDim>(params, maps, planned, stream);
+        return sm90::launch_backward<Element, kHeadDim, kHeadDim>(params, maps, planned, stream);
       } else {
         return cudaErrorInvalidValue;  // takes_backward declines
       }

@@ -55,8 +55,8 @@ struct BackwardMaps {
   bool boxes_of_keys;  // or the strides of keys or values do not allow boxes, and all are gathered
 };
 
-// One unit of compilation for each element type and bucket (backward_instance.cu).
-template <typename Element, int kHeadDim>
+// One unit of compilation for each element type and pair of buckets (backward_instance.cu).
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream);
 
 // dquery from the sums that it left, which lie as its threads' registers do (query_gradients.cu).

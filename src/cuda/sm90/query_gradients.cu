@@ -20,7 +20,7 @@ constexpr int kPartRows = 64;
 // Of a head, those of the last tile included that have no rows.
 template <int kHeadDim>
 __host__ __device__ std::int64_t row_parts(std::int64_t rows) {
-  constexpr int kTileRows = BackwardConfig<kHeadDim>::kTileRows;
+  constexpr int kTileRows = BackwardConfig<kHeadDim, kHeadDim>::kTileRows;
   return (rows + kTileRows - 1) / kTileRows * (kTileRows / kPartRows);
 }
 

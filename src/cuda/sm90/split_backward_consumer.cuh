@@ -18,17 +18,18 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
-template <typename Block, std::uint32_t kAbsent>
+// kOwnsValues: consumer 0.
+template <typename Block, std::uint32_t kAbsent, bool kOwnsValues>
 struct SplitBackwardConsumer {
   using Steps = BackwardSteps<Block, kAbsent>;
   using Config = typename Steps::Config;
   using Facts = typename Steps::Facts;
   using Fragments = typename Steps::Fragments;
-  static constexpr int kRowNTiles = Steps::kRowNTiles, kDimNTiles = Steps::kDimNTiles,
-                       kQueryNTiles = Steps::kQueryNTiles;
+  static constexpr int kRowNTiles = Steps::kRowNTiles, kQueryNTiles = Steps::kQueryNTiles,
+                       kDimNTiles = kOwnsValues ? Steps::kValueNTiles : Steps::kKeyNTiles;
 
   // The columns of queries' gradients come in panels, of which consumer 0 makes the first ones.
-  static constexpr int kPanels = Config::kPanels, kFirstPanels = (kPanels + 1) / 2;
+  static constexpr int kPanels = Config::kKeyPanels, kFirstPanels = (kPanels + 1) / 2;
 
   Steps steps;
   float sums[1][kDimNTiles][4];  // dvalue or dkey
@@ -36,18 +37,16 @@ struct SplitBackwardConsumer {
   __device__ explicit SplitBackwardConsumer(Block& block) : steps(block) {}
 
   // All works of the block.
-  template <bool kOwnsValues>
   __device__ void run() {
     steps.wait_for_step(0, 0);
 #pragma unroll 1
     while (!steps.has(Facts::kDone)) {
-      run_work<kOwnsValues>();
+      run_work();
       steps.release_work();
       steps.wait_for_next_step();
     }
   }
 
-  template <bool kOwnsValues>
   __device__ void run_work() {
     clear(sums);
     settle(sums[0]);  // cleared before products begin
@@ -124,7 +123,7 @@ struct SplitBackwardConsumer {
     static_assert(kFirstPanels == 2);
     float dqueries[kQueryNTiles][4];
     int last_tile = -1;  // of the step before
-    steps.multiply(steps.scores, steps.block.keys, steps.queries());
+    steps.multiply_queries();
     // Read before sums are sent to memory, behind which it would wait.
     typename Steps::template Ahead<kRowNTiles> ahead;
     steps.read_ahead(ahead);
@@ -153,7 +152,7 @@ struct SplitBackwardConsumer {
       settle(sums[0]);
       steps.release(own_stage);
       steps.wait_for_next_step();
-      steps.multiply(steps.scores, steps.block.keys, steps.queries());
+      steps.multiply_queries();
       wgmma_wait<1>();
       settle(dqueries);
       steps.read_ahead(ahead);
@@ -185,7 +184,7 @@ struct SplitBackwardConsumer {
     if (steps.lane() == 0) steps.results().head() = steps.facts().head;
     __syncwarp();
     float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
-    steps.multiply(gradients, steps.block.values, steps.output_gradients());
+    steps.multiply_output_gradients(gradients);
     wgmma_wait<0>();
     settle(gradients);
 #pragma unroll 1
@@ -206,7 +205,7 @@ struct SplitBackwardConsumer {
       settle(sums[0]);
       steps.release(own_stage);
       steps.wait_for_next_step();
-      steps.multiply(gradients, steps.block.values, steps.output_gradients());
+      steps.multiply_output_gradients(gradients);
       wgmma_wait<1>();
       settle(dqueries);
       steps.wait_for_turn(steps.last_number());
