@@ -91,8 +91,7 @@ struct BackwardConfig {
   // queries. There are more than steps from the one that was brought last to the one that is added.
   static constexpr int kTurnPlaces = kSplitsGradients ? 4 : 3;
 
-  // Shared memory: panels of 64 columns, 128 bytes a row.
-  static constexpr int panels(int columns) { return (columns + 63) / 64; }
+  // Shared memory, in panels.
   static constexpr int kKeyPanels = panels(kHeadDim), kValuePanels = panels(kValueDim);
   static constexpr std::size_t kKeyBytes = std::size_t{kKeyPanels} * kTileKeys * 128;
   static constexpr std::size_t kValueBytes = std::size_t{kValuePanels} * kTileKeys * 128;

@@ -97,8 +97,7 @@ struct ForwardConfig {
   // Of a calm row: how many exponents are made at a time (exponentiate_calm_row). Measured.
   static constexpr int kGroupedScores = kPlanned ? 8 : 16;
 
-  // Shared memory: panels of 64 columns, 128 bytes a row.
-  static constexpr int panels(int columns) { return (columns + 63) / 64; }
+  // Shared memory, in panels.
   static constexpr int kKeyPanels = panels(kHeadDim), kValuePanels = panels(kValueDim);
   static constexpr std::size_t kQueryBytes = std::size_t{kKeyPanels} * kTileRows * 128;
   static constexpr std::size_t kKeyBytes = std::size_t{kKeyPanels} * kTileKeys * 128;

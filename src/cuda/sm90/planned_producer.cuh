@@ -85,7 +85,7 @@ class StageCopier {
   __device__ int warp() const { return warp_; }
 
  private:
-  static constexpr int kPanels = Config::panels(kColumns);
+  static constexpr int kPanels = panels(kColumns);
   static constexpr std::uint32_t kPanelBytes = kTileKeys * 128;
 
   // Eight lanes take eight rows that follow one another, 128 bytes at a time.
