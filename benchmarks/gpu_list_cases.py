@@ -115,24 +115,19 @@ def _latent(bench: Bench) -> Iterator[Comparison]:
     def forward(mask: KeyIndices | None = None) -> Tensor:
         return attention(*problem.leaves, mask=mask, is_causal=True)
 
-    fa4 = fa4_forward(problem, causal=True)
-    case, dense_leaves = f"dense {problem.name} causal", (problem.leaves, problem.dout)
-    forwards = if_installed(FA4, fa4)
-    backwards = {name: backward_of(work, *dense_leaves) for name, work in forwards.items()}
-    for what, ours, others in (
-        ("forward", forward, forwards),
-        ("backward", backward_of(forward, *dense_leaves), backwards),
-    ):
-        yield from bench.compare(case, what, ours, others, goals={FA4: 0.95})
+    case, leaves_and_dout = f"dense {problem.name} causal", (problem.leaves, problem.dout)
+    forwards = if_installed(FA4, fa4_forward(problem, causal=True))
+    backwards = {name: backward_of(work, *leaves_and_dout) for name, work in forwards.items()}
+    yield from bench.compare(case, "forward", forward, forwards, goals={FA4: 0.95})
+    yield from bench.compare(case, "backward", backward_of(forward, *leaves_and_dout), backwards, goals={FA4: 0.95})
 
-    ours, dense = (step_of(partial(forward, each), *dense_leaves) for each in (mask, None))
-    visible = mask.dense_mask(problem.length)
-    sdpa = problem.sdpa(SDPBackend.EFFICIENT_ATTENTION, attn_mask=visible)
+    ours, dense = (step_of(partial(forward, each), *leaves_and_dout) for each in (mask, None))
+    sdpa = problem.sdpa(SDPBackend.EFFICIENT_ATTENTION, attn_mask=mask.dense_mask(problem.length))
     check_equal(forward(mask), sdpa().transpose(1, 2))
     others = {DENSE: dense, EFFICIENT: step_of(sdpa, problem.their_leaves, problem.their_dout)}
     case = f"lists {problem.name} of {indices.shape[1]} keys, coherent"
     yield from bench.compare(case, "forward and backward", ours, others, goals={DENSE: 1.75, EFFICIENT: 4.0})
-    yield _peak(case, lambda: (out := forward(mask), *torch.autograd.grad(out, *dense_leaves)))
+    yield _peak(case, lambda: (out := forward(mask), *torch.autograd.grad(out, *leaves_and_dout)))
 
 
 def _peak(case: str, step: Callable[[], tuple[Tensor, ...]]) -> Comparison:
