@@ -323,7 +323,7 @@ sum(parameter.sum() for parameter in run.model.parameters()).backward()
 run.optimizer.step()  # its state is most of a checkpoint
 run.save(checkpoint)
 cut_off = 0
-for _ in range(12):
+for _ in range(40):
     child = os.fork()
     if child == 0:
         while True:
