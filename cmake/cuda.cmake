@@ -123,14 +123,26 @@ set(largest_first ${FLASH_DMATTN_HEAD_DIMS})
 list(REVERSE largest_first)
 foreach(head_dim IN LISTS largest_first)
   foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
+    # Of values: as wide, and the narrower ones that narrow_value_bucket names (src/cuda/attention/head_dims.h).
+    set(value_dims ${head_dim})
+    if(head_dim EQUAL 192)
+      list(APPEND value_dims 128)
+    endif()
     foreach(direction IN ITEMS backward:BackwardParams query_backward:BackwardParams forward:ForwardParams)
       string(REGEX MATCH "(.+):(.+)" _ ${direction})
       set(launcher ${CMAKE_MATCH_1})
       set(params ${CMAKE_MATCH_2})
       string(REGEX MATCH "(.+):(.+)" _ ${element})
-      add_cuda_kernels(cuda_${launcher}_${CMAKE_MATCH_1}_${head_dim} src/cuda/sm80/instance.cu
-                       FLASH_DMATTN_LAUNCHER=launch_${launcher} FLASH_DMATTN_PARAMS=${params}
-                       FLASH_DMATTN_ELEMENT=${CMAKE_MATCH_2} FLASH_DMATTN_HEAD_DIM=${head_dim})
+      foreach(value_dim IN LISTS value_dims)
+        set(name cuda_${launcher}_${CMAKE_MATCH_1}_${head_dim})
+        if(NOT value_dim EQUAL head_dim)
+          string(APPEND name _${value_dim})
+        endif()
+        add_cuda_kernels(${name} src/cuda/sm80/instance.cu
+                         FLASH_DMATTN_LAUNCHER=launch_${launcher} FLASH_DMATTN_PARAMS=${params}
+                         FLASH_DMATTN_ELEMENT=${CMAKE_MATCH_2} FLASH_DMATTN_HEAD_DIM=${head_dim}
+                         FLASH_DMATTN_VALUE_DIM=${value_dim})
+      endforeach()
     endforeach()
   endforeach()
 endforeach()
@@ -163,14 +175,14 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)(90|all)")
       string(REGEX MATCH "(.+):(.+)" _ ${element})
       set(element_name ${CMAKE_MATCH_1})
       set(element_type ${CMAKE_MATCH_2})
-      # Which kernel and for which bucket of values, as takes_forward, narrow_value_bucket and has_backward say
+      # Which kernel and for which bucket of values, as takes_forward, takes_backward and narrow_value_bucket say
       # (src/cuda/sm90).
       set(kernels "")
       if(head_dim GREATER_EQUAL 64)
         list(APPEND kernels forward:${head_dim} backward:${head_dim})
       endif()
       if(head_dim EQUAL 192)
-        list(APPEND kernels forward:128)
+        list(APPEND kernels forward:128 backward:128)
       endif()
       foreach(kernel IN LISTS kernels)
         string(REGEX MATCH "(.+):(.+)" _ ${kernel})

@@ -44,7 +44,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.splits = scratch.splits;
   params.chunk_limit = scratch.prepared.plan.chunk_count;
   params.colors = scratch.key_sums.colors;
-  params.key_color_stride = static_cast<std::int64_t>(scratch.key_count);
+  params.key_color_stride = problem.batch * problem.key_heads * problem.keys;
   params.bias_color_stride =
       static_cast<std::int64_t>(scratch.bias_sums == BiasSums::kByHead ? scratch.dbias_count : 0);
   params.aligned = params.aligned && is_aligned(problem.dout) && is_aligned(problem.dquery) &&
@@ -64,7 +64,7 @@ void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& 
   bool beside = false;  // the kernel before lets the next one begin
   if (sums.marks == nullptr) {
     launches->then([&] { return clear(sums.dkey, scratch.key_bytes, stream); });
-    launches->then([&] { return clear(sums.dvalue, scratch.key_bytes, stream); });
+    launches->then([&] { return clear(sums.dvalue, scratch.value_bytes, stream); });
   } else {
     const DevicePlan& plan = scratch.prepared.plan;
     launches->then([&] { return launch_mark_keys(problem, plan, sums, params.met_once, stream); });

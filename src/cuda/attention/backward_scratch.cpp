@@ -56,11 +56,17 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
       if (counters != nullptr) met_once.visits = counters->visits;
     }
   }
-  key_count = static_cast<std::size_t>(keys) * bucket;
-  key_bytes = key_count * sizeof(float) * static_cast<std::size_t>(key_sums.colors);
-  const auto take_sums = [&] { return arena->take_aligned<float>(key_bytes / sizeof(float), kLineBytes); };
-  if (wants_sums && problem.dkey.defined()) key_sums.dkey = take_sums();
-  if (wants_sums && problem.dvalue.defined()) key_sums.dvalue = take_sums();
+  key_sums.key_columns = static_cast<int>(bucket);
+  key_sums.value_columns = tiles.value_columns;
+  const auto bytes_of = [&](int columns) {
+    return static_cast<std::size_t>(keys * key_sums.colors * columns) * sizeof(float);
+  };
+  key_bytes = bytes_of(key_sums.key_columns), value_bytes = bytes_of(key_sums.value_columns);
+  const auto take_sums = [&](std::size_t bytes) {
+    return arena->take_aligned<float>(bytes / sizeof(float), kLineBytes);
+  };
+  if (wants_sums && problem.dkey.defined()) key_sums.dkey = take_sums(key_bytes);
+  if (wants_sums && problem.dvalue.defined()) key_sums.dvalue = take_sums(value_bytes);
   if (prepared.planned && splits == 1) {
     key_sums.stored = arena->take<std::uint8_t>(static_cast<std::size_t>(problem.batch * problem.key_heads));
   }
@@ -130,7 +136,7 @@ void BackwardScratch::arrange_tile_order(const BackwardProblem& problem, Arena* 
                          .steps = ceil_div(problem.rows, tiles.rows) * (problem.group() / splits),
                          .work_steps = kWorkRows / tiles.rows,
                          .is_causal = problem.visibility.is_causal};
-  tile_order = order_key_tiles(keys, tiles.stays_on);
+  tile_order = order_key_tiles(keys, tiles.stays_on / tiles.own_blocks);
   const auto cut = static_cast<std::size_t>(cut_tiles(keys, tile_order));
   if (cut == 0) return;
   const auto width = static_cast<std::size_t>(bucket_of(wider_head_dim(problem)));

@@ -19,6 +19,8 @@ struct BackwardTiles {
   int rows, keys;
   int stays_on = 0;
   bool stores_queries = false;  // of rows that one block of keys alone meets (MetOnceTiles)
+  int value_columns = 0;        // of sums of dvalue
+  int own_blocks = 1;           // so many blocks, each on its multiprocessor, own a tile of keys together
   bool stays() const { return stays_on > 0; }
 };
 
@@ -52,7 +54,7 @@ struct BackwardScratch {
   std::int32_t* order = nullptr;  // as in BlockOrder, or KeyWorks::last
   KeyWorks works;                 // without its `last` and `taken`
   KeyTileOrder tile_order;
-  std::size_t key_count = 0, key_bytes = 0, dbias_count = 0, dbias_bytes = 0;
+  std::size_t key_bytes = 0, value_bytes = 0, dbias_count = 0, dbias_bytes = 0;
   std::int32_t splits = 1, launch_chunks = 0;
   bool wants_sums = false;
   bool deterministic = false;

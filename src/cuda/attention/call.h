@@ -61,4 +61,13 @@ cudaError_t by_type(const AttentionProblem& problem, Launch launch) {
   return problem.dtype == DType::kBFloat16 ? by_bucket(__nv_bfloat16()) : by_bucket(__half());
 }
 
+// The same with the bucket of values, too.
+template <typename Launch>
+cudaError_t by_types(const AttentionProblem& problem, Launch launch) {
+  return by_type(problem, [&]<typename Element, int kHeadDim>() {
+    return with_value_bucket<kHeadDim>(
+        problem.value_dim, [&]<int kValueDim>() { return launch.template operator()<Element, kHeadDim, kValueDim>(); });
+  });
+}
+
 }  // namespace flash_dmattn::internal::cuda

@@ -7,7 +7,6 @@
 #include <bit>
 #include <type_traits>
 
-#include "cuda/attention/head_dims.h"
 #include "cuda/attention/met_once.cuh"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/ptx/arithmetic.cuh"
@@ -28,8 +27,8 @@ std::int64_t blocks_for(std::int64_t threads) {
 struct KeySums {
   KeyGradientSums sums;
   TokenView dkey, dvalue;
-  std::int64_t keys, color_stride;
-  int batch, heads, group, width, slab, lanes;
+  std::int64_t keys;
+  int batch, heads, group, slab, lanes;
   int head_dim, value_dim;  // columns of dkey and of dvalue
 
   struct Slab {
@@ -48,11 +47,13 @@ struct KeySums {
   __device__ int first_key() const { return static_cast<int>(threadIdx.x) / lanes; }
   __device__ int key_step() const { return kThreads / lanes; }
   __device__ int first_column() const { return static_cast<int>(threadIdx.x) % lanes * 4; }
-  // Where the thread's sums of the slab's first key begin, in the first color, and how far the next key's are.
-  __device__ std::int64_t offset(const Slab& at) const {
-    return ((at.batch * keys + at.first_key) * heads + at.head) * width + first_column();
+  // Of sums with so many columns, where the thread's of the slab's first key begin, in the first color, and how far the
+  // next key's are, and the next color's.
+  __device__ std::int64_t offset(const Slab& at, int columns) const {
+    return ((at.batch * keys + at.first_key) * heads + at.head) * columns + first_column();
   }
-  __device__ std::int64_t key_stride() const { return std::int64_t{heads} * width; }
+  __device__ std::int64_t key_stride(int columns) const { return std::int64_t{heads} * columns; }
+  __device__ std::int64_t color_stride(int columns) const { return batch * keys * key_stride(columns); }
   // Which of the thread's next kMarks keys of the slab have sums, a bit each, from key `first` on.
   static constexpr int kMarks = 16;
   __device__ std::uint32_t marked(const Slab& at, int first) const {
@@ -110,16 +111,19 @@ __global__ void __launch_bounds__(kThreads) clear_key_sums_kernel(const __grid_c
   let_next_kernel_begin();
   const KeySums::Slab slab = all.slab_of(blockIdx.x);
   const bool stored = all.sums.stored != nullptr && all.sums.stored[slab.pair] != 0;
-  if (!stored && all.first_column() < all.width) {
-    const std::int64_t first = all.offset(slab);
+  if (!stored && all.first_column() < all.sums.key_columns) {
     for (int base = all.first_key(); base < slab.keys; base += KeySums::kMarks * all.key_step()) {
       for (std::uint32_t marked = all.marked(slab, base); marked != 0; marked &= marked - 1) {
         const std::int64_t key = base + (__ffs(static_cast<int>(marked)) - 1) * all.key_step();
-        for (int color = 0; color < all.sums.colors; ++color) {
-          const std::int64_t own = first + color * all.color_stride + key * all.key_stride();
-          if (all.sums.dkey != nullptr) *reinterpret_cast<float4*>(all.sums.dkey + own) = make_float4(0, 0, 0, 0);
-          if (all.sums.dvalue != nullptr) *reinterpret_cast<float4*>(all.sums.dvalue + own) = make_float4(0, 0, 0, 0);
-        }
+        const auto clear = [&](float* sums, int columns) {
+          if (sums == nullptr || all.first_column() >= columns) return;
+          float* own = sums + all.offset(slab, columns) + key * all.key_stride(columns);
+          for (int color = 0; color < all.sums.colors; ++color) {
+            *reinterpret_cast<float4*>(own + color * all.color_stride(columns)) = make_float4(0, 0, 0, 0);
+          }
+        };
+        clear(all.sums.dkey, all.sums.key_columns);
+        clear(all.sums.dvalue, all.sums.value_columns);
       }
     }
   }
@@ -143,12 +147,12 @@ __device__ void store_rounded(const TokenView& gradient, std::int64_t row, int c
 
 // The sums of all colors, added up.
 template <bool kColors>
-__device__ float4 sum_of_colors(const KeySums& all, const float* sums, std::int64_t own) {
+__device__ float4 sum_of_colors(const KeySums& all, const float* sums, int columns, std::int64_t own) {
   float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + own));
   if constexpr (kColors) {
 #pragma unroll 2  // compute capability 8.0 has no registers for more
     for (int color = 1; color < all.sums.colors; ++color) {
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(sums + own + color * all.color_stride));
+      const float4 part = __ldcg(reinterpret_cast<const float4*>(sums + own + color * all.color_stride(columns)));
       sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
     }
   }
@@ -162,13 +166,15 @@ __global__ void __launch_bounds__(kThreads) round_key_sums_kernel(const __grid_c
   const KeySums::Slab slab = all.slab_of(blockIdx.x);
   const int column = all.first_column();
   const bool stored = all.sums.stored != nullptr && all.sums.stored[slab.pair] != 0;
-  const bool has_dkey = all.sums.dkey != nullptr, has_dvalue = all.sums.dvalue != nullptr;
+  const int key_columns = all.sums.key_columns, value_columns = all.sums.value_columns;
+  const bool has_dkey = all.sums.dkey != nullptr, has_dvalue = all.sums.dvalue != nullptr && column < value_columns;
   const auto row_of = [&](const TokenView& gradient) {
     return slab.batch * gradient.batch_stride + slab.head * gradient.head_stride +
            slab.first_key * gradient.token_stride;
   };
-  if (!stored && column < all.width) {
-    const std::int64_t first = all.offset(slab), dkey_row = row_of(all.dkey), dvalue_row = row_of(all.dvalue);
+  if (!stored && column < key_columns) {
+    const std::int64_t first = all.offset(slab, key_columns), first_value = all.offset(slab, value_columns);
+    const std::int64_t dkey_row = row_of(all.dkey), dvalue_row = row_of(all.dvalue);
     // A few keys at a time, so that many loads are under way.
     constexpr int kTogether = 4;
     static_assert(KeySums::kMarks % kTogether == 0);
@@ -178,11 +184,16 @@ __global__ void __launch_bounds__(kThreads) round_key_sums_kernel(const __grid_c
       float4 dkey[kTogether], dvalue[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const std::int64_t own = first + (round + i * all.key_step()) * all.key_stride();
+        const int key = round + i * all.key_step();
         dkey[i] = dvalue[i] = make_float4(0, 0, 0, 0);
         const bool has_sums = (marked >> i & 1) != 0;
-        if (has_sums && has_dkey) dkey[i] = sum_of_colors<kColors>(all, all.sums.dkey, own);
-        if (has_sums && has_dvalue) dvalue[i] = sum_of_colors<kColors>(all, all.sums.dvalue, own);
+        if (has_sums && has_dkey) {
+          dkey[i] = sum_of_colors<kColors>(all, all.sums.dkey, key_columns, first + key * all.key_stride(key_columns));
+        }
+        if (has_sums && has_dvalue) {
+          dvalue[i] = sum_of_colors<kColors>(all, all.sums.dvalue, value_columns,
+                                             first_value + key * all.key_stride(value_columns));
+        }
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
@@ -243,7 +254,6 @@ __global__ void __launch_bounds__(kThreads) reduce_bias_kernel(const __grid_cons
 }
 
 KeySums key_sums_of(const BackwardProblem& problem, const KeyGradientSums& sums) {
-  const int width = bucket_of(wider_head_dim(problem));
   // Blocks enough to fill a large GPU, and no more than that if there is nothing to do.
   constexpr std::int64_t kManyBlocks = 1024, kLeastSlab = 16, kMostSlab = 256;
   const std::int64_t slab =
@@ -252,13 +262,11 @@ KeySums key_sums_of(const BackwardProblem& problem, const KeyGradientSums& sums)
           .dkey = problem.dkey,
           .dvalue = problem.dvalue,
           .keys = problem.keys,
-          .color_stride = problem.batch * problem.keys * problem.key_heads * width,
           .batch = static_cast<int>(problem.batch),
           .heads = static_cast<int>(problem.key_heads),
           .group = static_cast<int>(problem.group()),
-          .width = width,
           .slab = static_cast<int>(slab),
-          .lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(width / 4))),
+          .lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(sums.key_columns / 4))),
           .head_dim = static_cast<int>(problem.head_dim),
           .value_dim = static_cast<int>(problem.value_dim)};
 }

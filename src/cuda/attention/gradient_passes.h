@@ -14,7 +14,8 @@ namespace flash_dmattn::internal::cuda {
 // none: with the top w of random scores all but w (1 + log(Sk / w)) of Sk. Sums of those that are seen are marked;
 // others are neither cleared nor read.
 struct KeyGradientSums {
-  float *dkey = nullptr, *dvalue = nullptr;  // (colors, B, Sk, Hkv, bucket) fp32; null: not wanted
+  float *dkey = nullptr, *dvalue = nullptr;  // (colors, B, Sk, Hkv, columns) fp32; null: not wanted
+  int key_columns = 0, value_columns = 0;    // the latter are no more
   int colors = 1;
   int tile_keys = 1;               // a block of the backward owns so many keys, and adds up what it has of all of them
   std::uint8_t* marks = nullptr;   // (B, Hkv, Sk), 1: the key has sums; null: all do

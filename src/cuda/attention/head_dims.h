@@ -1,5 +1,6 @@
 // The head dims that kernels are compiled for. A head in between is computed by the next larger one, padded with zeros
-// in shared memory only; and so is the narrower one of a call's two head dims, where they differ.
+// in shared memory only; and so is the narrower one of a call's two head dims, where they differ, but for buckets that
+// have kernels of their own for narrower values.
 #pragma once
 
 #include <array>
@@ -39,6 +40,20 @@ auto with_bucket(std::int64_t head_dim, Call call) {
     if (head_dim > kBucket) return with_bucket<kIndex + 1>(head_dim, call);
   }
   return call.template operator()<kBucket>();
+}
+
+// The bucket of values up to which a bucket has kernels of their own, beside those for values as wide as itself:
+// multi-head latent attention has heads of 192 and values of 128.
+constexpr int narrow_value_bucket(int bucket) { return bucket == 192 ? 128 : bucket; }
+
+// Calls call.operator()<bucket of values>() for a call whose bucket is kHeadDim.
+template <int kHeadDim, typename Call>
+auto with_value_bucket(std::int64_t value_dim, Call call) {
+  constexpr int kNarrow = narrow_value_bucket(kHeadDim);
+  if constexpr (kNarrow < kHeadDim) {
+    if (value_dim <= kNarrow) return call.template operator()<kNarrow>();
+  }
+  return call.template operator()<kHeadDim>();
 }
 
 }  // namespace flash_dmattn::internal::cuda

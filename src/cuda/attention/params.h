@@ -83,7 +83,7 @@ struct KeyTileOrder {
   float* sums = nullptr;
   std::int32_t* added = nullptr;
 };
-constexpr int kMostTileWarps = 8;
+constexpr int kMostTileWarps = 16;  // consumers' warps of the blocks that divide a tile
 
 // Whose turn it is to add to sums, in a deterministic backward whose blocks stay. The arrays are 0 at first.
 struct SumTurns {
@@ -185,7 +185,7 @@ struct BackwardParams : AttentionParams {
   bool takes_ranges = true;
   // If colors > 1, chunk c and share s of the splits add to sums of color (c - first_chunk) * splits + s.
   std::int32_t colors = 1;
-  std::int64_t key_color_stride = 0, bias_color_stride = 0;  // in elements
+  std::int64_t key_color_stride = 0, bias_color_stride = 0;  // in rows of sums of keys; in elements
 
   MetOnceTiles met_once;  // of families that store these (BackwardTiles)
 };

@@ -39,4 +39,31 @@ __device__ inline float2 load_pair_from_block(std::uint32_t address) {
   return pair;
 }
 
+// This block's number in its cluster.
+__device__ inline int block_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// To such addresses, all of the same block. Arrives at a barrier (mbarrier.cuh): what the thread has read of this
+// block's shared memory, the other one may overwrite once it has waited for that. (With the scope of a cluster this
+// would wait until all that the thread has added to global memory is there, too.)
+__device__ inline void arrive_in_block(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Stores a word, and tells a barrier of its 4 bytes.
+__device__ inline void store_in_block(std::uint32_t address, std::int32_t word, std::uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(address),
+               "r"(word), "r"(barrier)
+               : "memory");
+}
+// Copies bytes of this block's shared memory, by the copy engine, and tells a barrier of them.
+__device__ inline void copy_to_block(std::uint32_t address, std::uint32_t shared, std::uint32_t bytes,
+                                     std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address),
+      "r"(shared), "r"(bytes), "r"(barrier)
+      : "memory");
+}
 }  // namespace flash_dmattn::internal::cuda

@@ -18,15 +18,16 @@
 namespace flash_dmattn::internal::cuda {
 
 // kLargeRows: the kernel for calls with large rows, where they have one.
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow, bool kLargeRows = false>
-struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNarrow> {
-  using Memory = BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow,
+          bool kLargeRows = false>
+struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow> {
+  using Memory = BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   using Memory::keys, Memory::values, Memory::queries, Memory::output_gradients;
   using Memory::kStepSlots, Memory::kFactSlots;
   using Memory::kTileRows, Memory::kTileKeys, Memory::kThreads;
   using Memory::params, Memory::shared, Memory::block, Memory::existing;
   using Memory::probabilities, Memory::score_gradients;
-  using typename Memory::Config, typename Memory::DimTile, typename Memory::ScoreTile, typename Memory::Step;
+  using typename Memory::Config, typename Memory::ScoreTile, typename Memory::Step;
 
   static constexpr bool kOthersOnly = Config::kLargeRowsApart && !kLargeRows;
   // A warp's part of scores, of dK and dV, and of dQ.
@@ -35,13 +36,14 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
   static constexpr int kMTiles = kScoreRows / 16, kNTiles = kScoreKeys / 8;
   static constexpr int kKeyRows = kTileKeys / Config::kKeyWarps;
   static constexpr int kKeyDims = kHeadDim * Config::kKeyWarps / Config::kWarps;
+  static constexpr int kValueDims = kValueDim * Config::kKeyWarps / Config::kWarps;
   static constexpr int kQueryRows = kTileRows / Config::kQueryRowWarps;
   static constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
   static constexpr int kThreadRows = 2 * kMTiles;
   using Scores = float[kMTiles][kNTiles][4];
 
   float dkeys[kKeyRows / 16][kKeyDims / 8][4];
-  float dvalues[kKeyRows / 16][kKeyDims / 8][4];
+  float dvalues[kKeyRows / 16][kValueDims / 8][4];
 
   using Memory::Memory;
 
@@ -291,7 +293,7 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
       exponentiate(scores, lse_log2, 0, 1);
       hides = store_probabilities(scores, step, word_slot);
     }
-    gemm_from_shared<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows,
+    gemm_from_shared<Element, kValueDim, Depth::kAlongRows, Depth::kAlongRows,
                      kLargeRows ? 1 : Config::kProbabilityAhead>(
         gradients, output_gradients(stage), score_row(), values, score_key(), [&](int number, int steps) {
           // Not after the first products: the exponentials wait for the scores, and the next products would wait for
@@ -315,7 +317,7 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
     __syncthreads();
     if (params.wants_dvalue) {
       gemm_from_shared<Element, kTileRows, Depth::kAlongColumns, Depth::kAlongColumns, Config::kGradientAhead>(
-          dvalues, probabilities, key_row(), output_gradients(stage), key_dim());
+          dvalues, probabilities, key_row(), output_gradients(stage), value_dim());
     }
     if (params.wants_dkey) {
       gemm_from_shared<Element, kTileRows, Depth::kAlongColumns, Depth::kAlongColumns, Config::kGradientAhead>(
@@ -336,24 +338,28 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
 
   __device__ int key_row() const { return warp() % Config::kKeyWarps * kKeyRows; }
   __device__ int key_dim() const { return warp() / Config::kKeyWarps * kKeyDims; }
+  __device__ int value_dim() const { return warp() / Config::kKeyWarps * kValueDims; }
 
   __device__ void store_results() const {
     if (!block.stores) {
-      const std::int64_t color = block.color * params.key_color_stride;
-      const auto add = [&](const auto& gradient, float* sums, float factor) {
-        add_to_sums<kHeadDim>(gradient, params, block, shared.key, key_row(), key_dim(), sums + color, factor);
+      const std::int64_t first_row = block.color * params.key_color_stride;
+      const auto add = [&]<int kDim>(const auto& gradient, SharedTile<kDim>, int first_column, float* sums,
+                                     float factor) {
+        add_to_sums<kDim>(gradient, params, block, shared.key, key_row(), first_column, sums + first_row * kDim,
+                          factor);
       };
-      if (params.wants_dkey) add(dkeys, params.dkey_sums, params.score.scale);
-      if (params.wants_dvalue) add(dvalues, params.dvalue_sums, 1);
+      if (params.wants_dkey) add(dkeys, keys, key_dim(), params.dkey_sums, params.score.scale);
+      if (params.wants_dvalue) add(dvalues, values, value_dim(), params.dvalue_sums, 1);
       return;
     }
-    const auto store = [&](const auto& gradient, DimTile tile, const TokenView& target, int columns, float factor) {
-      store_keys<Element, kTileKeys, kThreads>(gradient, params, block, tile, key_row(), key_dim(), target, columns,
+    const auto store = [&](const auto& gradient, auto tile, int first_column, const TokenView& target, int columns,
+                           float factor) {
+      store_keys<Element, kTileKeys, kThreads>(gradient, params, block, tile, key_row(), first_column, target, columns,
                                                factor);
     };
     __syncthreads();
-    if (params.wants_dkey) store(dkeys, keys, params.dkey, params.head_dim, params.score.scale);
-    if (params.wants_dvalue) store(dvalues, values, params.dvalue, params.value_dim, 1);
+    if (params.wants_dkey) store(dkeys, keys, key_dim(), params.dkey, params.head_dim, params.score.scale);
+    if (params.wants_dvalue) store(dvalues, values, value_dim(), params.dvalue, params.value_dim, 1);
   }
 
   // ---- All steps
@@ -436,11 +442,11 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kPlanned, kRowBias, kNa
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow, bool kLargeRows>
-__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads, 1)
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow, bool kLargeRows>
+__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kValueDim, kNarrow>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow, kLargeRows>;
+  using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, kLargeRows>;
   if (Block::Config::kLargeRowsApart && kLargeRows != (params.row_flags->has_large_row != 0)) return;
   const KeyBlock block =
       key_block<Block::kTileKeys, kPlanned>(params, kPlanned ? ordered_block(params.order) : blockIdx.x);

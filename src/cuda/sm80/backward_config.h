@@ -8,9 +8,9 @@
 namespace flash_dmattn::internal::cuda {
 
 // The warps share each of the five products. kNarrow: for GPUs with kLeastSharedBytes of shared memory.
-template <int kHeadDimBucket, bool kNarrow>
+template <int kHeadDimBucket, int kValueDimBucket, bool kNarrow>
 struct BackwardConfig {
-  static constexpr int kHeadDim = kHeadDimBucket;
+  static constexpr int kHeadDim = kHeadDimBucket, kValueDim = kValueDimBucket;
   static constexpr int kWarps = kNarrow && kHeadDim == 256 ? 4 : 8, kThreads = 32 * kWarps;
   static constexpr int kTileRows = kNarrow ? (kHeadDim <= 128 ? 64 : 32) : kHeadDim <= 64 ? 128 : 64;  // rows of a step
   static constexpr int kTileKeys = kNarrow ? (kHeadDim <= 192 ? 64 : 32) : kHeadDim <= 128 ? 128 : 64;  // of a block
@@ -39,9 +39,12 @@ struct BackwardConfig {
   static constexpr int kWords = kTileRows / kWordRows;
 
   static constexpr std::size_t kKeyBytes = std::size_t{kTileKeys} * kHeadDim * 2;
-  static constexpr std::size_t kRowBytes = std::size_t{kTileRows} * kHeadDim * 2;
+  static constexpr std::size_t kValueBytes = std::size_t{kTileKeys} * kValueDim * 2;
+  static constexpr std::size_t kQueryBytes = std::size_t{kTileRows} * kHeadDim * 2;  // of a stage
+  static constexpr std::size_t kOutputGradientBytes = std::size_t{kTileRows} * kValueDim * 2;
+  static constexpr std::size_t kRowBytes = kQueryBytes + kOutputGradientBytes;
   static constexpr std::size_t kScoreBytes = std::size_t{kTileRows} * kTileKeys * 2;
-  static constexpr std::size_t kTileSharedBytes = 2 * kKeyBytes + kStages * 2 * kRowBytes + 2 * kScoreBytes;
+  static constexpr std::size_t kTileSharedBytes = kKeyBytes + kValueBytes + kStages * kRowBytes + 2 * kScoreBytes;
 };
 
 }  // namespace flash_dmattn::internal::cuda

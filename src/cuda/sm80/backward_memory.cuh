@@ -7,14 +7,16 @@
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/tokens.cuh"
 #include "cuda/sm80/backward_config.h"
+#include "cuda/sm80/row_pairs.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow>
 struct BackwardMemory {
-  using Config = BackwardConfig<kHeadDim, kNarrow>;
+  using Config = BackwardConfig<kHeadDim, kValueDim, kNarrow>;
   static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kThreads = Config::kThreads;
-  using DimTile = SharedTile<kHeadDim>;
+  using KeyTile = SharedTile<kHeadDim>;
+  using ValueTile = SharedTile<kValueDim>;
   using ScoreTile = SharedTile<kTileKeys>;
   using Walk = RowWalk<kTileRows, kTileKeys, kPlanned>;
   using Step = typename Walk::Step;
@@ -41,7 +43,8 @@ struct BackwardMemory {
   static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
 
   const BackwardParams& params;
-  DimTile keys, values;
+  KeyTile keys;
+  ValueTile values;
   std::uint32_t rows_address;  // stages of queries and output gradients
   ScoreTile probabilities, score_gradients;
   Shared& shared;
@@ -51,8 +54,8 @@ struct BackwardMemory {
       : params(params),
         keys{shared_address(memory)},
         values{keys.address + static_cast<std::uint32_t>(Config::kKeyBytes)},
-        rows_address(values.address + static_cast<std::uint32_t>(Config::kKeyBytes)),
-        probabilities{rows_address + static_cast<std::uint32_t>(Config::kStages * 2 * Config::kRowBytes)},
+        rows_address(values.address + static_cast<std::uint32_t>(Config::kValueBytes)),
+        probabilities{rows_address + static_cast<std::uint32_t>(Config::kStages * Config::kRowBytes)},
         score_gradients{probabilities.address + static_cast<std::uint32_t>(Config::kScoreBytes)},
         shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
         block(shared.block) {
@@ -67,11 +70,11 @@ struct BackwardMemory {
 
   __device__ int existing() const { return shared.existing; }
 
-  __device__ DimTile queries(int stage) const {
-    return {rows_address + static_cast<std::uint32_t>(stage * 2 * Config::kRowBytes)};
+  __device__ KeyTile queries(int stage) const {
+    return {rows_address + static_cast<std::uint32_t>(stage * Config::kRowBytes)};
   }
-  __device__ DimTile output_gradients(int stage) const {
-    return {rows_address + static_cast<std::uint32_t>((stage * 2 + 1) * Config::kRowBytes)};
+  __device__ ValueTile output_gradients(int stage) const {
+    return {rows_address + static_cast<std::uint32_t>(stage * Config::kRowBytes + Config::kQueryBytes)};
   }
 
   __device__ int row_tiles() const { return (params.rows + kTileRows - 1) / kTileRows; }
@@ -117,11 +120,10 @@ struct BackwardMemory {
 
   // Keys and values, once for the whole walk.
   __device__ void load_keys() const {
-    const DimTile tiles[] = {keys, values};
     const TokenRows sources[] = {rows_of(params.key, block.batch, block.key_head, 0),
                                  rows_of(params.value, block.batch, block.key_head, 0)};
-    load_rows<kTileKeys, kHeadDim, kThreads>(
-        static_cast<int>(threadIdx.x), tiles, sources, [&](int row) { return shared.key[row]; },
+    load_row_pairs<kTileKeys, kThreads>(
+        static_cast<int>(threadIdx.x), keys, values, sources, [&](int row) { return shared.key[row]; },
         {params.head_dim, params.value_dim}, params.aligned);
   }
 
@@ -137,11 +139,10 @@ struct BackwardMemory {
 
   // Queries and output gradients; the step's row facts are there. Rows that see no key are zeros, whatever they hold.
   __device__ void load_step(Step step, int stage, int slot) const {
-    const DimTile tiles[] = {queries(stage), output_gradients(stage)};
     const TokenRows sources[] = {rows_of(params.query, block.batch, step.head, step.first_row()),
                                  rows_of(params.dout, block.batch, step.head, step.first_row())};
-    load_rows<kTileRows, kHeadDim, kThreads>(
-        static_cast<int>(threadIdx.x), tiles, sources,
+    load_row_pairs<kTileRows, kThreads>(
+        static_cast<int>(threadIdx.x), queries(stage), output_gradients(stage), sources,
         [&](int row) { return shared.row_facts[slot][row] != INFINITY ? row : -1; },
         {params.head_dim, params.value_dim}, params.aligned);
   }

@@ -32,8 +32,8 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.order.blocks = scratch.order;
   log_call(kSm80Family.name, variant_on(gpu), "forward", problem, plan_kind(prepared));
   launches.then([&] {
-    return by_type(problem, [&]<typename Element, int kHeadDim>() {
-      return launch_forward<Element, kHeadDim>(params, prepared.planned, stream);
+    return by_types(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
+      return launch_forward<Element, kHeadDim, kValueDim>(params, prepared.planned, stream);
     });
   });
   return launches.status();
@@ -49,13 +49,13 @@ Status arrange_backward(const BackwardProblem& problem, const Gpu& gpu, std::siz
 
 Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace, cudaStream_t stream) {
   const auto launch = [&](const BackwardParams& params, bool planned) {
-    return by_type(problem, [&]<typename Element, int kHeadDim>() {
-      return launch_backward<Element, kHeadDim>(params, planned, stream);
+    return by_types(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
+      return launch_backward<Element, kHeadDim, kValueDim>(params, planned, stream);
     });
   };
   const auto launch_of_queries = [&](const BackwardParams& params, bool planned) {
-    return by_type(problem, [&]<typename Element, int kHeadDim>() {
-      return launch_query_backward<Element, kHeadDim>(params, planned, stream);
+    return by_types(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
+      return launch_query_backward<Element, kHeadDim, kValueDim>(params, planned, stream);
     });
   };
   const auto round_queries = [&](const BackwardParams& params) {

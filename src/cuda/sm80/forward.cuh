@@ -16,15 +16,16 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow>
 struct ForwardBlock {
-  using Config = ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Config = ForwardConfig<kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kMTiles = Config::kWarpRows / 16;
   static constexpr int kNTiles = kTileKeys / 8;  // columns of a score fragment
-  static constexpr int kDimNTiles = kHeadDim / 8;
+  static constexpr int kDimNTiles = kValueDim / 8;
   static constexpr int kThreadRows = 2 * kMTiles;  // rows of which a thread holds parts
-  using Tile = SharedTile<kHeadDim>;
+  using KeyTile = SharedTile<kHeadDim>;
+  using ValueTile = SharedTile<kValueDim>;
   using Tiles = PlannedTiles<kPlanTileKeys, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
   struct Shared : RowBlock {
@@ -35,7 +36,8 @@ struct ForwardBlock {
       Config::kTileSharedBytes + sizeof(Shared) + (kPlanned ? sizeof(Tiles) : 0);
 
   const ForwardParams& params;
-  Tile queries, keys, values;
+  KeyTile queries, keys;
+  ValueTile values;
   Shared& shared;
   Tiles& planned;  // only in a plan
   float scores[kMTiles][kNTiles][4];
@@ -46,7 +48,7 @@ struct ForwardBlock {
       : params(params),
         queries{shared_address(memory)},
         keys{queries.address + static_cast<std::uint32_t>(Config::kQueryBytes)},
-        values{keys.address + static_cast<std::uint32_t>(Config::kTileBytes)},
+        values{keys.address + static_cast<std::uint32_t>(Config::kKeyBytes)},
         shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
         planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(Shared))) {
     if (threadIdx.x == 0) shared.set(params, kPlanned, batch, head, first_row);
@@ -97,7 +99,7 @@ struct ForwardBlock {
   };
 
   __device__ void load_queries() const {
-    const Tile tiles[] = {queries};
+    const KeyTile tiles[] = {queries};
     const int first_row = shared.first_row;
     const TokenRows sources[] = {rows_of(params.query, shared.batch, shared.head, first_row)};
     load_rows<Config::kTileRows, kHeadDim, Config::kThreads>(
@@ -106,12 +108,13 @@ struct ForwardBlock {
   }
 
   // `rows`: of keys or values, which have `columns`. `buffer`: where a plan's tile has its facts.
-  __device__ void load_tile(Tile target, const TokenRows& rows, int columns, int tile, int buffer) const {
-    const Tile tiles[] = {target};
+  template <int kDim>
+  __device__ void load_tile(SharedTile<kDim> target, const TokenRows& rows, int columns, int tile, int buffer) const {
+    const SharedTile<kDim> tiles[] = {target};
     const TokenRows sources[] = {rows};
     const int first_key = kPlanned && !needs_facts(tile) ? planned.first_key(tile) : -1;
     const int existing = kPlanned ? 0 : shared.existing;
-    load_rows<kTileKeys, kHeadDim, Config::kThreads>(
+    load_rows<kTileKeys, kDim, Config::kThreads>(
         thread_index(), tiles, sources,
         [&](int row) {
           if constexpr (kPlanned) return first_key >= 0 ? first_key + row : planned.facts[buffer].key[row];
@@ -273,8 +276,8 @@ struct ForwardBlock {
     __syncwarp();  // the warp's queries, and now results, are its own
     auto* base =
         static_cast<std::uint16_t*>(params.out.data) + batch * params.out.batch_stride + head * params.out.head_stride;
-    for (int index = lane; index < Config::kWarpRows * Tile::kPieces; index += 32) {
-      const int row = warp_row() + index / Tile::kPieces, piece = index % Tile::kPieces;
+    for (int index = lane; index < Config::kWarpRows * ValueTile::kPieces; index += 32) {
+      const int row = warp_row() + index / ValueTile::kPieces, piece = index % ValueTile::kPieces;
       if (first_row + row >= params.rows) continue;
       std::uint32_t words[4];
       load_shared_16(words, queries.piece(row, piece));
@@ -378,12 +381,12 @@ struct ForwardBlock {
   }
 };
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
-__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>::kThreads,
-                                  ForwardConfig<kHeadDim, kPlanned, kRowBias, kNarrow>::kBlocksPerProcessor)
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow>
+__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>::kThreads,
+                                  ForwardConfig<kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>::kBlocksPerProcessor)
     forward_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Block = ForwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   const typename Block::Rows rows(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
   Block block(params, rows.batch, rows.head, rows.first_row, shared);
   block.run();

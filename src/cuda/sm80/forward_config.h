@@ -9,9 +9,10 @@ namespace flash_dmattn::internal::cuda {
 
 // Each warp owns kWarpRows rows: with 32 a fragment of keys serves two products, which halves the reads from shared
 // memory; wider heads leave registers for 16 only. kNarrow: for GPUs with kLeastSharedBytes of shared memory.
-template <int kHeadDimBucket, bool kPlanned, bool kRowBias, bool kNarrow>
+template <int kHeadDimBucket, int kValueDimBucket, bool kPlanned, bool kRowBias, bool kNarrow>
 struct ForwardConfig {
-  static constexpr int kHeadDim = kHeadDimBucket;
+  static constexpr int kHeadDim = kHeadDimBucket, kValueDim = kValueDimBucket;
+  static_assert(kValueDim <= kHeadDim);  // results lie where queries were
   // A bias with rows of its own takes registers too.
   static constexpr int kWarpRows = kHeadDim <= (kRowBias ? 32 : 128) ? 32 : 16;
   static constexpr int kManyWarps = kHeadDim == 192 || (kRowBias && kHeadDim >= 64 && kHeadDim <= 128) ? 8 : 4;
@@ -32,8 +33,9 @@ struct ForwardConfig {
 
   // Shared memory: queries (later the result), keys, values, then PlannedTiles.
   static constexpr std::size_t kQueryBytes = std::size_t{kTileRows} * kHeadDim * 2;
-  static constexpr std::size_t kTileBytes = std::size_t{kTileKeys} * kHeadDim * 2;
-  static constexpr std::size_t kTileSharedBytes = kQueryBytes + 2 * kTileBytes;
+  static constexpr std::size_t kKeyBytes = std::size_t{kTileKeys} * kHeadDim * 2;
+  static constexpr std::size_t kValueBytes = std::size_t{kTileKeys} * kValueDim * 2;
+  static constexpr std::size_t kTileSharedBytes = kQueryBytes + kKeyBytes + kValueBytes;
 };
 
 }  // namespace flash_dmattn::internal::cuda

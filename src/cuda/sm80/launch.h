@@ -8,13 +8,13 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// One unit of compilation for each element type and bucket (instance.cu).
-template <typename Element, int kHeadDim>
+// One unit of compilation for each element type and pair of buckets, of keys and of values (instance.cu).
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_forward(const ForwardParams& params, bool planned, cudaStream_t stream);
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_backward(const BackwardParams& params, bool planned, cudaStream_t stream);
 // dquery, and the sums of a bias gradient with rows, in one order.
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_query_backward(const BackwardParams& params, bool planned, cudaStream_t stream);
 
 // The backward's tiles: those of GPUs with little shared memory are narrow.

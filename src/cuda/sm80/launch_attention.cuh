@@ -9,14 +9,14 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow = false>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow = false>
 cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {
-  using Block = ForwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Block = ForwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   using Config = typename Block::Config;
   static_assert(!kNarrow || Block::kSharedBytes <= kLeastSharedBytes);
   if constexpr (Block::kSharedBytes > kLeastSharedBytes) {
     if (Block::kSharedBytes > params.shared_limit) {
-      return launch_forward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream);
+      return launch_forward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, true>(params, stream);
     }
   }
   const std::int64_t row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
@@ -27,13 +27,13 @@ cudaError_t launch_forward_kernel(const ForwardParams& params, cudaStream_t stre
     const cudaError_t error = order_blocks<Block>(&ordered, blocks, at_once, 2 * at_once, stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_blocks(forward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
+  return launch_blocks(forward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>,
                        {blocks, Config::kThreads, Block::kSharedBytes}, stream, ordered);
 }
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow>
 cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t stream) {
-  using Block = BackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   using Config = typename Block::Config;
   static_assert(Block::kSharedBytes <= (kNarrow ? kLeastSharedBytes : kWideSharedBytes));
   const std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
@@ -45,22 +45,23 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
   const auto launch = [&](auto* kernel) {
     return launch_blocks(kernel, {blocks, Config::kThreads, Block::kSharedBytes}, stream, ordered);
   };
-  const cudaError_t error = launch(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow, false>);
+  const cudaError_t error = launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, false>);
   if constexpr (Config::kLargeRowsApart) {
     // One of the two ends at once: which one only the device knows.
-    if (error == cudaSuccess) return launch(backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow, true>);
+    if (error == cudaSuccess)
+      return launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, true>);
   }
   return error;
 }
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow = false>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow = false>
 cudaError_t launch_query_backward_kernel(const BackwardParams& params, cudaStream_t stream) {
-  using Block = QueryBackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Block = QueryBackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   using Config = typename Block::Config;
   static_assert(!kNarrow || Block::kSharedBytes <= kLeastSharedBytes);
   if constexpr (Block::kSharedBytes > kLeastSharedBytes) {
     if (Block::kSharedBytes > params.shared_limit) {
-      return launch_query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream);
+      return launch_query_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, true>(params, stream);
     }
   }
   const std::int64_t row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
@@ -70,7 +71,7 @@ cudaError_t launch_query_backward_kernel(const BackwardParams& params, cudaStrea
     entry_heads = static_cast<int>(params.dbias.head_divisor);
   }
   const std::int64_t blocks = row_tiles * (params.heads / entry_heads) * (params.batch / entry_batches);
-  return launch_blocks(query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, kNarrow>,
+  return launch_blocks(query_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>,
                        {blocks, Config::kThreads, Block::kSharedBytes}, stream, params, entry_batches, entry_heads);
 }
 
@@ -84,26 +85,26 @@ cudaError_t by_form(const AttentionParams& params, bool planned, Launch launch) 
   return planned ? launch.template operator()<true, false>() : launch.template operator()<false, false>();
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_forward(const ForwardParams& params, bool planned, cudaStream_t stream) {
   return by_form(params, planned, [&]<bool kPlanned, bool kRowBias>() {
-    return launch_forward_kernel<Element, kHeadDim, kPlanned, kRowBias>(params, stream);
+    return launch_forward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias>(params, stream);
   });
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_backward(const BackwardParams& params, bool planned, cudaStream_t stream) {
   return by_form(params, planned, [&]<bool kPlanned, bool kRowBias>() {
     return is_narrow(params.shared_limit)
-               ? launch_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, true>(params, stream)
-               : launch_backward_kernel<Element, kHeadDim, kPlanned, kRowBias, false>(params, stream);
+               ? launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, true>(params, stream)
+               : launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, false>(params, stream);
   });
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_query_backward(const BackwardParams& params, bool planned, cudaStream_t stream) {
   return by_form(params, planned, [&]<bool kPlanned, bool kRowBias>() {
-    return launch_query_backward_kernel<Element, kHeadDim, kPlanned, kRowBias>(params, stream);
+    return launch_query_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias>(params, stream);
   });
 }
 

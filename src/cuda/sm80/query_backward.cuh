@@ -10,23 +10,26 @@
 #include "cuda/attention/walk.cuh"
 #include "cuda/attention/warp_gemm.cuh"
 #include "cuda/sm80/query_backward_config.h"
+#include "cuda/sm80/row_pairs.cuh"
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow>
 struct QueryBackwardBlock {
-  using Config = QueryBackwardConfig<kHeadDim, kNarrow>;
+  using Config = QueryBackwardConfig<kHeadDim, kValueDim, kNarrow>;
   static constexpr int kTileKeys = Config::kTileKeys;
   static constexpr int kMTiles = Config::kWarpRows / 16, kThreadRows = 2 * kMTiles;
   static constexpr int kNTiles = Config::kPartKeys / 8, kDimNTiles = kHeadDim / 8;
-  using Tile = SharedTile<kHeadDim>;
+  using KeyTile = SharedTile<kHeadDim>;
+  using ValueTile = SharedTile<kValueDim>;
   using Tiles = PlannedTiles<kTileKeys, Config::kWords, Config::kWarps>;
   using Facts = typename Tiles::Facts;
   static constexpr std::size_t kSharedBytes =
       Config::kTileSharedBytes + sizeof(RowBlock) + (kPlanned ? sizeof(Tiles) : 0);
 
   const BackwardParams& params;
-  Tile queries, output_gradients;
+  KeyTile queries;
+  ValueTile output_gradients;
   RowBlock& shared;
   Tiles& planned;  // only in a plan
   float scores[kMTiles][kNTiles][4], gradients[kMTiles][kNTiles][4];
@@ -37,18 +40,19 @@ struct QueryBackwardBlock {
   __device__ QueryBackwardBlock(const BackwardParams& params, int batch, int head, int first_row, unsigned char* memory)
       : params(params),
         queries{shared_address(memory)},
-        output_gradients{queries.address + static_cast<std::uint32_t>(Config::kRowBytes)},
+        output_gradients{queries.address + static_cast<std::uint32_t>(Config::kQueryBytes)},
         shared(*reinterpret_cast<RowBlock*>(memory + Config::kTileSharedBytes)),
         planned(*reinterpret_cast<Tiles*>(memory + Config::kTileSharedBytes + sizeof(RowBlock))) {
     if (threadIdx.x == 0) shared.set(params, kPlanned, batch, head, first_row);
     __syncthreads();
   }
 
-  __device__ Tile keys(int stage) const {
-    return {output_gradients.address + static_cast<std::uint32_t>(Config::kRowBytes + stage * 2 * Config::kTileBytes)};
+  __device__ KeyTile keys(int stage) const {
+    return {output_gradients.address + static_cast<std::uint32_t>(Config::kOutputGradientBytes +
+                                                                  stage * (Config::kKeyBytes + Config::kValueBytes))};
   }
-  __device__ Tile values(int stage) const {
-    return {keys(stage).address + static_cast<std::uint32_t>(Config::kTileBytes)};
+  __device__ ValueTile values(int stage) const {
+    return {keys(stage).address + static_cast<std::uint32_t>(Config::kKeyBytes)};
   }
 
   // The warp's first row within the block. Made anew wherever it is needed, as Origin: kept, they would take registers.
@@ -80,14 +84,13 @@ struct QueryBackwardBlock {
   }
 
   // Once a block, and not inlined: among the rest it made the compiler keep the loop's registers in memory.
-  __device__ static __noinline__ void load_row_tiles(const BackwardParams& params, const RowBlock& shared, Tile queries,
-                                                     Tile output_gradients) {
+  __device__ static __noinline__ void load_row_tiles(const BackwardParams& params, const RowBlock& shared,
+                                                     KeyTile queries, ValueTile output_gradients) {
     const int batch = shared.batch, head = shared.head, first_row = shared.first_row;
-    const Tile tiles[] = {queries, output_gradients};
     const TokenRows sources[] = {rows_of(params.query, batch, head, first_row),
                                  rows_of(params.dout, batch, head, first_row)};
-    load_rows<Config::kTileRows, kHeadDim, Config::kThreads>(
-        static_cast<int>(threadIdx.x), tiles, sources,
+    load_row_pairs<Config::kTileRows, Config::kThreads>(
+        static_cast<int>(threadIdx.x), queries, output_gradients, sources,
         [&](int row) {
           return first_row + row < params.rows && *row_facts_of(params, shared, row) != INFINITY ? row : -1;
         },
@@ -102,11 +105,10 @@ struct QueryBackwardBlock {
   }
 
   __device__ void load_tile(int tile, int tile_or_buffer, int stage) const {
-    const Tile tiles[] = {keys(stage), values(stage)};
     const TokenRows sources[] = {shared.keys, shared.values};
     const int first_key = kPlanned && !needs_facts(tile) ? planned.first_key(tile) : -1;
-    load_rows<kTileKeys, kHeadDim, Config::kThreads>(
-        static_cast<int>(threadIdx.x), tiles, sources,
+    load_row_pairs<kTileKeys, Config::kThreads>(
+        static_cast<int>(threadIdx.x), keys(stage), values(stage), sources,
         [&](int row) { return first_key >= 0 ? first_key + row : key_at(tile_or_buffer, row); },
         {params.head_dim, params.value_dim}, params.aligned);
   }
@@ -209,8 +211,8 @@ struct QueryBackwardBlock {
     hide(tile_or_buffer, first_column, full);
     if (has_large_row) subtract_large_rows();
     clear(gradients);
-    gemm_from_shared<Element, kHeadDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients, warp_row(),
-                                                                              values(stage), first_column);
+    gemm_from_shared<Element, kValueDim, Depth::kAlongRows, Depth::kAlongRows>(gradients, output_gradients, warp_row(),
+                                                                               values(stage), first_column);
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -306,8 +308,8 @@ struct QueryBackwardBlock {
     __syncwarp();  // a warp's queries, and now results, are its own
     auto* base = static_cast<std::uint16_t*>(params.dquery.data) + batch * params.dquery.batch_stride +
                  head * params.dquery.head_stride;
-    for (int index = lane; index < Config::kWarpRows * Tile::kPieces; index += 32) {
-      const int row = warp_row() + index / Tile::kPieces, piece = index % Tile::kPieces;
+    for (int index = lane; index < Config::kWarpRows * KeyTile::kPieces; index += 32) {
+      const int row = warp_row() + index / KeyTile::kPieces, piece = index % KeyTile::kPieces;
       if (first_row + row >= params.rows) continue;
       std::uint32_t words[4];
       load_shared_16(words, queries.piece(row, piece));
@@ -333,16 +335,16 @@ struct QueryBackwardBlock {
 // One block a tile of rows of a head; where several heads or batch elements (entry_heads, entry_batches) add to
 // the same entries of a bias gradient, the block takes them one after another, since it alone owns its rows of that
 // gradient.
-template <typename Element, int kHeadDim, bool kPlanned, bool kRowBias, bool kNarrow>
-__global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kNarrow>::kThreads,
-                                  QueryBackwardConfig<kHeadDim, kNarrow>::kBlocksPerProcessor)
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow>
+__global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kValueDim, kNarrow>::kThreads,
+                                  QueryBackwardConfig<kHeadDim, kValueDim, kNarrow>::kBlocksPerProcessor)
     query_backward_kernel(const __grid_constant__ BackwardParams params, int entry_batches, int entry_heads) {
-  using Config = QueryBackwardConfig<kHeadDim, kNarrow>;
+  using Config = QueryBackwardConfig<kHeadDim, kValueDim, kNarrow>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const int row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
   const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(row_tiles));
   const int owner = static_cast<int>(blockIdx.x / static_cast<unsigned>(row_tiles));
-  using Block = QueryBackwardBlock<Element, kHeadDim, kPlanned, kRowBias, kNarrow>;
+  using Block = QueryBackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   if constexpr (!kRowBias) {
     Block(params, owner / params.heads, owner % params.heads, row_tile * Config::kTileRows, shared).run();
     return;

@@ -16,13 +16,13 @@ namespace {
 // One block a tile of rows, in the order in which backward_kernel's threads left their registers; through shared
 // memory, so that whole rows are written.
 template <typename Element, int kHeadDim, bool kNarrow>
-__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
+__global__ void __launch_bounds__(BackwardConfig<kHeadDim, kHeadDim, kNarrow>::kThreads)
     query_gradient_kernel(const __grid_constant__ BackwardProblem problem, const float* sums) {
-  using Config = BackwardConfig<kHeadDim, kNarrow>;
+  using Config = BackwardConfig<kHeadDim, kHeadDim, kNarrow>;
   using Tile = SharedTile<kHeadDim>;
   constexpr int kQueryRows = Config::kTileRows / Config::kQueryRowWarps;
   constexpr int kQueryDims = kHeadDim * Config::kQueryRowWarps / Config::kWarps;
-  __shared__ __align__(1024) unsigned char shared[Config::kRowBytes];
+  __shared__ __align__(1024) unsigned char shared[Config::kQueryBytes];
   const Tile tile{shared_address(shared)};
   begin_dependent_kernel();
   const int row_tiles = static_cast<int>((problem.rows + Config::kTileRows - 1) / Config::kTileRows);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kNarrow>::kThreads)
 
 template <typename Element, int kHeadDim, bool kNarrow>
 cudaError_t query_gradients_of(const BackwardProblem& problem, const float* sums, cudaStream_t stream) {
-  using Config = BackwardConfig<kHeadDim, kNarrow>;
+  using Config = BackwardConfig<kHeadDim, kHeadDim, kNarrow>;
   const std::int64_t tiles = (problem.rows + Config::kTileRows - 1) / Config::kTileRows * problem.heads * problem.batch;
   return launch_blocks(query_gradient_kernel<Element, kHeadDim, kNarrow>,
                        {.blocks = tiles, .threads = Config::kThreads}, stream, problem, sums);
@@ -76,16 +76,19 @@ cudaError_t query_gradients_by_bucket(const BackwardProblem& problem, std::size_
   });
 }
 
-template <int kHeadDim, bool kNarrow>
+template <int kHeadDim, int kValueDim, bool kNarrow>
 constexpr BackwardTiles tiles_of() {
-  return {BackwardConfig<kHeadDim, kNarrow>::kTileRows, BackwardConfig<kHeadDim, kNarrow>::kTileKeys};
+  using Config = BackwardConfig<kHeadDim, kValueDim, kNarrow>;
+  return {.rows = Config::kTileRows, .keys = Config::kTileKeys, .value_columns = kValueDim};
 }
 
 }  // namespace
 
 BackwardTiles backward_tiles(const AttentionProblem& problem, std::size_t shared_limit) {
   return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
-    return is_narrow(shared_limit) ? tiles_of<kHeadDim, true>() : tiles_of<kHeadDim, false>();
+    return with_value_bucket<kHeadDim>(problem.value_dim, [&]<int kValueDim>() {
+      return is_narrow(shared_limit) ? tiles_of<kHeadDim, kValueDim, true>() : tiles_of<kHeadDim, kValueDim, false>();
+    });
   });
 }
 

@@ -51,6 +51,8 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kValueDim>::kThreads,
     take_registers<Config::kKeyConsumerRegisters>();
     SplitBackwardConsumer<Block, kAbsent, false>(block).run();
   }
+  // Until then the other block may write to this one's shared memory.
+  if constexpr (Block::kPaired) sync_cluster();
 }
 
 }  // namespace flash_dmattn::internal::cuda::sm90

@@ -3,11 +3,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/key_block.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/row_walk.cuh"
 #include "cuda/plan/visibility.cuh"
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/sm90/backward_config.h"
@@ -33,18 +35,44 @@ struct BackwardBlock {
       kPlanned && Config::kMayStoreQueries && (kAbsent & Facts::kTakesTurns) != 0 && (kAbsent & Facts::kMetOnce) == 0;
   static constexpr bool kIsPlain = (kAbsent & Facts::kBiased) != 0;
   static constexpr bool kReadsWordsAhead = kPlanned && Config::kReadsWordsAhead;
-  static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kStages = Config::kStages;
+  // Whether the block is one of two that share works (BackwardConfig::kPairs).
+  static constexpr bool kPaired = Config::kPairs && (kAbsent & Facts::kTakesTurns) != 0;
+  static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kStages = Config::kStages,
+                       kBlocks = kPaired ? 2 : 1, kWorkKeys = kBlocks * kTileKeys;
   // Bytes from one panel of 64 columns to the next.
   static constexpr std::uint32_t kKeyPanel = kTileKeys * 128, kRowPanel = kTileRows * 128;
-  using Walk = RowWalk<kTileRows, kTileKeys, kPlanned>;
+  using Walk = RowWalk<kTileRows, kWorkKeys, kPlanned>;
   using Step = typename Walk::Step;
 
-  // A tile of keys.
+  // A tile of keys, which the blocks of a pair divide.
   struct Work {
     KeyBlock block;
     int existing;
     int earlier_of_key_head, earlier_of_share;  // works, of entries before, that a deterministic backward waits for
     std::int32_t key[kTileKeys];                // -1: none, or no row sees it, and the tile holds zeros
+  };
+
+  // What one block of a pair hands to the other.
+  struct Pair {
+    // The place of a work, which the first block finds for both, by the number of the work; and whether the second one
+    // has brought the keys of the work before last.
+    std::int32_t place[2];
+    std::uint64_t place_full[2], place_empty[2];
+    std::int32_t keys[2][kTileKeys];  // of the other block, as Work::key
+    std::uint64_t keys_full[2];
+    std::uint64_t scores_full[Config::kScoreStages];   // the other block's gradients of scores are there
+    std::uint64_t scores_taken[Config::kScoreStages];  // the other block is done with this one's
+
+    __device__ void init() {
+      for (std::uint64_t& full : place_full) init_barrier(shared_address(&full), 1);
+      for (std::uint64_t& empty : place_empty) init_barrier(shared_address(&empty), Config::kProducerWarps);
+      for (std::uint64_t& full : keys_full) init_barrier(shared_address(&full), 1);
+      for (std::uint64_t& full : scores_full) init_barrier(shared_address(&full), 4);
+      for (std::uint64_t& taken : scores_taken) init_barrier(shared_address(&taken), 4 * Config::kConsumers);
+    }
+  };
+  struct Alone {
+    __device__ void init() {}
   };
 
   struct Shared {
@@ -71,13 +99,18 @@ struct BackwardBlock {
     int heads[4 * Config::kConsumers];  // of each consumer's warp: of the steps that it adds up for a bias's gradient
     std::uint32_t marks;                // those of the call
     bool has_unseen_row;                // the call has one
+    std::conditional_t<kPaired, Pair, Alone> pair;
   };
-  static constexpr std::size_t kSharedBytes = Config::kTilesBytes + sizeof(Shared);
+  // Of the other block of a pair: two panels of its keys, and gradients of its scores.
+  static constexpr std::size_t kOtherKeyBytes = kPaired ? 2 * kKeyPanel : 0,
+                               kOtherBytes = kPaired ? kOtherKeyBytes + Config::kScoreStages * Config::kScoreBytes : 0;
+  static constexpr std::size_t kSharedBytes = Config::kTilesBytes + kOtherBytes + sizeof(Shared);
   static_assert(kSharedBytes <= kWideSharedBytes);
 
   const BackwardParams& params;
   const BackwardMaps& maps;
   std::uint32_t keys, values, queries, score_gradients, probabilities;  // in shared memory
+  std::uint32_t other_keys, other_score_gradients;                      // likewise, of a pair
   Shared& shared;
 
   __device__ BackwardBlock(const BackwardParams& params, const BackwardMaps& maps, unsigned char* memory)
@@ -88,7 +121,9 @@ struct BackwardBlock {
         queries(values + static_cast<std::uint32_t>(Config::kValueBytes)),
         score_gradients(queries + static_cast<std::uint32_t>(kStages * Config::kRowBytes)),
         probabilities(score_gradients + static_cast<std::uint32_t>(Config::kScoreStages * Config::kScoreBytes)),
-        shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes)) {}
+        other_keys(shared_address(memory + Config::kTilesBytes)),
+        other_score_gradients(other_keys + static_cast<std::uint32_t>(kOtherKeyBytes)),
+        shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes + kOtherBytes)) {}
 
   __device__ void init() const {
     if (threadIdx.x == 0) {
@@ -108,10 +143,20 @@ struct BackwardBlock {
       for (std::uint64_t& full : shared.score_gradients_full)
         init_barrier(shared_address(&full), Config::kSplitsGradients ? kWarpGroup : 4 * Config::kConsumers);
       init_barrier(shared_address(&shared.probabilities_full), kWarpGroup);
+      shared.pair.init();
       fence_barrier_init();
     }
     __syncthreads();
+    if constexpr (kPaired) sync_cluster();
   }
+
+  // The number of the block in its pair, and where the other one has what this one has at an address.
+  __device__ static int rank() { return kPaired ? block_rank() : 0; }
+  __device__ static std::uint32_t in_other_block(std::uint32_t address) {
+    return address_in_block(address, rank() ^ 1);
+  }
+  // The first of the block's keys in the work's list or range.
+  __device__ static int first_position(const KeyBlock& block) { return block.tile * kWorkKeys + rank() * kTileKeys; }
 
   __device__ std::uint32_t queries_at(int stage) const {
     return queries + stage * static_cast<std::uint32_t>(Config::kRowBytes);

@@ -19,16 +19,22 @@ struct BackwardConfig {
   static constexpr int kHeadDim = kHeadDimBucket, kValueDim = kValueDimBucket;
   static_assert(kValueDim <= kHeadDim);
   static constexpr bool kSplitsGradients = kHeadDim > 128;
+  // Whether the consumer that owns the gradient of values has registers to spare, which producers get.
+  static constexpr bool kHasNarrowValues = kSplitsGradients && kValueDim <= 128;
   static constexpr int kConsumerKeys = 64, kConsumers = 2, kTileKeys = kConsumerKeys * (kSplitsGradients ? 1 : 2);
+  // Whether two blocks, a cluster, own neighbouring tiles of keys, unless they take turns: they walk over the same
+  // rows, hand each other the gradients of scores, and each adds up half of the columns of queries' gradients over the
+  // keys of both. That is half of what L2 has to add, which wide heads would wait for.
+  static constexpr bool kPairs = kHasNarrowValues;
   // Of a step: a unit of the plan, or two where registers allow.
   static constexpr int kTileRows = kHeadDim <= 64 ? 128 : 64;
   static constexpr int kWords = kTileRows / kWordRows;
   static constexpr int kProducerWarps = kTileKeys / kWarpKeys, kThreads = 128 * (1 + kConsumers);
   static constexpr int kStages = kHeadDim <= 64 || kHeadDim > 192 ? 2 : 3;  // of queries and output gradients
   // Of consumers; of the second one where it owns the gradient of keys; of producers.
-  static constexpr int kConsumerRegisters = kSplitsGradients ? 232 : 224;
+  static constexpr int kConsumerRegisters = kHasNarrowValues ? 208 : kSplitsGradients ? 232 : 224;
   static constexpr int kKeyConsumerRegisters = 224;
-  static constexpr int kProducerRegisters = kSplitsGradients ? 48 : 56;
+  static constexpr int kProducerRegisters = kHasNarrowValues ? 72 : kSplitsGradients ? 48 : 56;
   static_assert(has_registers({kConsumerRegisters, kKeyConsumerRegisters, kProducerRegisters}));
 
   // Whether gradients of scores are made from rounded probabilities, as there are no registers to keep others.
@@ -41,14 +47,15 @@ struct BackwardConfig {
   // Whether dquery of rows that one tile of keys alone meets may be stored. Wide heads gain nothing by it.
   static constexpr bool kMayStoreQueries = !kSplitsGradients;
 
-  // Of producers, if they have the registers: whether L2 is told that keys are read once, whether most warps look the
-  // next work up before consumers are told of the end of the one before, and whether words of a packed mask are read
-  // for several steps at once.
-  static constexpr bool kReadsKeysOnce = !kSplitsGradients, kEndsWorksEarly = !kSplitsGradients,
+  // Of producers, which have the registers or not: whether L2 is told that keys are read once, whether most warps look
+  // the next work up before consumers are told of the end of the one before, whether words of a packed mask are read
+  // for several steps at once, and of how many bands then.
+  static constexpr bool kReadsKeysOnce = !kSplitsGradients || kHasNarrowValues, kEndsWorksEarly = kReadsKeysOnce,
                         kReadsWordsAhead = kHeadDim <= 192;
+  static constexpr int kWordBands = kReadsKeysOnce ? 2 : 1;
 
   // Whether producers read once, not for every box, where a step's rows are; measured.
-  static constexpr bool reads_places_once(bool planned) { return kHeadDim < 128 || !planned; }
+  static constexpr bool reads_places_once(bool planned) { return kHeadDim < 128 || !planned || kHasNarrowValues; }
 
   // Whether consumers store their results as boxes; measured.
   static constexpr bool kStoresBoxes = kHeadDim == 64 || kHeadDim == 128;

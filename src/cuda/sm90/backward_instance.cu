@@ -13,13 +13,16 @@ template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, std::uin
 cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardMaps& maps, cudaStream_t stream) {
   using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kAbsent>;
   using Config = typename Block::Config;
-  const std::int64_t works = kPlanned ? key_blocks<Config::kTileKeys, true>(params)
-                                      : unplanned_works<Config::kTileKeys>(params, params.batch * params.key_heads);
+  constexpr int kWorkKeys = Block::kWorkKeys;
+  const std::int64_t works = kPlanned ? key_blocks<kWorkKeys, true>(params)
+                                      : unplanned_works<kWorkKeys>(params, params.batch * params.key_heads);
   // After the pass over rows, which lets it begin.
-  const LaunchShape shape = {.blocks = std::min<std::int64_t>(works, params.processors),
-                             .threads = Config::kThreads,
-                             .shared_bytes = Block::kSharedBytes,
-                             .is_dependent = true};
+  const LaunchShape shape = {
+      .blocks = std::min<std::int64_t>(works, params.processors / Block::kBlocks) * Block::kBlocks,
+      .threads = Config::kThreads,
+      .shared_bytes = Block::kSharedBytes,
+      .is_dependent = true,
+      .cluster_blocks = Block::kBlocks};
   if constexpr (Block::kStoresQueries) {
     // The device knows whether dquery is stored: one of the twins finds that it has no works.
     constexpr std::uint32_t kNoneStored = kAbsent | Block::Facts::kMetOnce;

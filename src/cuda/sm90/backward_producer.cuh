@@ -36,8 +36,11 @@ struct BackwardProducer : Block {
   static constexpr std::uint32_t kAbsent = Block::kAbsent, kKeyPanel = Block::kKeyPanel, kRowPanel = Block::kRowPanel;
   static constexpr int kTileRows = Block::kTileRows, kTileKeys = Block::kTileKeys, kStages = Block::kStages;
   using Block::Block;
+  using Block::first_position, Block::in_other_block, Block::rank;
   using Block::params, Block::maps, Block::shared, Block::keys, Block::values;
   using Block::queries_at, Block::output_gradients_at;
+  static constexpr bool kPaired = Block::kPaired;
+  static constexpr int kWorkKeys = Block::kWorkKeys;
 
   __device__ void produce() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -95,11 +98,11 @@ struct BackwardProducer : Block {
     const std::uint32_t taken = shared.taken[warp];
     wait_or_say(shared.works_empty[taken % 2], (taken / 2 % 2) ^ 1);
     if (recomputed(warp) == taking_warp()) {
-      const int next = next_work(taken == 0, lane);
+      const int next = next_work(taken, lane);
       if (lane == 0) {
         work.block.exists = false;
         if (next >= 0) {
-          work.block = block_of_work<kTileKeys, kPlanned>(params, next);
+          work.block = block_of_work<kWorkKeys, kPlanned>(params, next);
           work.existing = key_count(params.visibility, work.block.batch);
           if (kPlanned && takes_turns()) count_earlier_works(work);
         }
@@ -112,19 +115,66 @@ struct BackwardProducer : Block {
 
   // By a warp: the number of the next work, less than 0: there is none. Where blocks wait for one another they
   // count their first works, too: a block that is not running yet has none that others could wait for.
-  __device__ int next_work(bool is_first, int lane) const {
-    const int works = all_works<kTileKeys, kPlanned>(params);
+  __device__ int next_work(std::uint32_t taken, int lane) const {
+    const int works = all_works<kWorkKeys, kPlanned>(params);
     int work;
     do {
-      int place = static_cast<int>(blockIdx.x);
-      if (!is_first || takes_turns()) {
-        if (lane == 0) place = atomicAdd(params.works.taken, 1);
-        if (!takes_turns()) place += recomputed(static_cast<int>(gridDim.x));
-        place = __shfl_sync(~0u, place, 0);
-      }
-      work = key_work<kTileKeys, kPlanned>(params, place, works);
+      work = key_work<kWorkKeys, kPlanned>(params, next_place(taken, lane), works);
     } while (work == kNoWork);
     return work;
+  }
+  __device__ int next_place(std::uint32_t taken, int lane) const {
+    if constexpr (kPaired) {
+      if (rank() != 0) return place_of_pair(taken, lane);
+    }
+    int place = static_cast<int>(blockIdx.x) / Block::kBlocks;
+    if (taken > 0 || takes_turns()) {
+      if (lane == 0) place = atomicAdd(params.works.taken, 1);
+      if (!takes_turns()) place += recomputed(static_cast<int>(gridDim.x)) / Block::kBlocks;
+      place = __shfl_sync(~0u, place, 0);
+    }
+    if constexpr (kPaired) hand_place_on(taken, place, lane);
+    return place;
+  }
+
+  // ---- What the blocks of a pair hand to one another
+
+  // The first block looks for the works of both. It does not write a place before the second one has read those that
+  // were there, its own keys among them (bring_other_keys).
+  __device__ void hand_place_on(std::uint32_t taken, int place, int lane) const {
+    const auto& pair = shared.pair;
+    if (lane == 0) {
+      wait(shared_address(&pair.place_empty[taken % 2]), (taken / 2 % 2) ^ 1);
+      store_in_block(in_other_block(shared_address(&pair.place[taken % 2])), place,
+                     in_other_block(shared_address(&pair.place_full[taken % 2])));
+    }
+    __syncwarp();
+  }
+  __device__ int place_of_pair(std::uint32_t taken, int lane) const {
+    const auto& pair = shared.pair;
+    const std::uint32_t full = shared_address(&pair.place_full[taken % 2]);
+    if (lane == 0) arrive_expecting(full, sizeof(pair.place[0]));
+    __syncwarp();
+    wait(full, taken / 2 % 2);
+    return static_cast<int>(load_shared(shared_address(&pair.place[taken % 2])));
+  }
+  // A lane's key, -1 if nobody sees it. Before it comes to the work after next, the other block has read it: the first
+  // one as it hands on no place of that before its consumers are done with this work, the second one as it says so.
+  __device__ void hand_key_on(std::int32_t key, int warp, int lane) const {
+    const auto& pair = shared.pair;
+    const std::uint32_t place = shared.taken[warp] % 2, full = shared_address(&pair.keys_full[place]);
+    if (warp == 0 && lane == 0) arrive_expecting(full, sizeof(pair.keys[place]));  // as many come from the other block
+    store_in_block(in_other_block(shared_address(&pair.keys[place][warp * kWarpKeys + lane])), key,
+                   in_other_block(full));
+  }
+  __device__ std::int32_t key_of_other_block(int warp, int lane) const {
+    const auto& pair = shared.pair;
+    const std::uint32_t taken = shared.taken[warp], place = taken % 2;
+    wait(shared_address(&pair.keys_full[place]), taken / 2 % 2);
+    const std::uint32_t key = load_shared(shared_address(&pair.keys[place][warp * kWarpKeys + lane]));
+    __syncwarp();
+    if (rank() != 0 && lane == 0) arrive_in_block(in_other_block(shared_address(&pair.place_empty[place])));
+    return static_cast<std::int32_t>(key);
   }
 
   __device__ void count_earlier_works(Work& work) const {
@@ -147,6 +197,7 @@ struct BackwardProducer : Block {
     }
     const int column = warp * kWarpKeys + lane;
     work.key[column] = visible ? key : -1;
+    if constexpr (kPaired) hand_key_on(visible ? key : -1, warp, lane);
     shared.range[column] = range;
     if constexpr (kPlanned) {
       // The same for all heads of the work.
@@ -162,7 +213,7 @@ struct BackwardProducer : Block {
 
   // The key of a column of the tile, -1: none.
   __device__ std::int32_t key_of(const KeyBlock& block, int column) const {
-    const int position = block.tile * kTileKeys + column;
+    const int position = first_position(block) + column;
     if (!block.listed) return position;
     if (position >= params.plan.chunks[block.plan_chunk].count) return -1;
     return params.plan.keys[static_cast<std::int64_t>(block.plan_chunk) * params.plan.capacity + position];
@@ -202,6 +253,7 @@ struct BackwardProducer : Block {
     const std::int32_t key = work.key[warp * kWarpKeys + lane];
     wait_or_say(shared.keys.empty[0], (shared.taken[warp] % 2) ^ 1);
     const std::uint32_t full = shared_address(&shared.keys.full[0]);
+    if constexpr (kPaired) bring_other_keys(block, warp, lane);
     // Neighbours that all exist and are seen come in boxes: a handful of instructions in place of some hundred.
     if (maps.boxes_of_keys && !block.listed && __all_sync(~0u, key >= 0)) {
       if (lane == 0) {
@@ -215,12 +267,41 @@ struct BackwardProducer : Block {
         }
       }
       __syncwarp();
-      return arrive(full);
+      return kPaired ? arrive_when_copied(full) : arrive(full);
     }
     gather<kKeyPanel, Config::kReadsKeysOnce>(lane, key, rows_of(params.key, block.batch, block.key_head, 0),
                                               rows_of(params.value, block.batch, block.key_head, 0),
                                               keys + warp * kWarpKeys * 128, values + warp * kWarpKeys * 128);
     arrive_when_copied(full);
+  }
+
+  // Of those of the other block of a pair, the panels that this one's consumers multiply (pair_backward.cuh).
+  __device__ void bring_other_keys(const KeyBlock& block, int warp, int lane) const {
+    const std::int32_t key = key_of_other_block(warp, lane);
+    const std::uint32_t target = this->other_keys + warp * kWarpKeys * 128;
+    if (maps.boxes_of_keys && !block.listed && __all_sync(~0u, key >= 0)) {
+      const std::uint32_t full = shared_address(&shared.keys.full[0]);
+      if (lane == 0) {
+        expect_bytes(full, 2 * kWarpKeys * 128);
+        load_box(target, maps.key, rank() * 64, key, block.key_head, block.batch, full);
+        load_box(target + kKeyPanel, maps.key, 128, key, block.key_head, block.batch, full);
+      }
+      __syncwarp();
+      return;
+    }
+    const TokenRows rows = rows_of(params.key, block.batch, block.key_head, 0);
+    const int first_row = lane / 8 * 8, piece = lane % 8;
+#pragma unroll 1
+    for (int row = 0; row < 8; ++row) {
+      const std::int32_t source = __shfl_sync(~0u, key, first_row + row);
+      const std::uint32_t offset = (first_row + row) * 128 + (piece ^ row) * 16;
+#pragma unroll
+      for (int panel = 0; panel < 2; ++panel) {
+        const int column = (panel == 0 ? rank() : 2) * 64 + piece * 8;
+        copy_async_16(target + panel * kKeyPanel + offset, rows.row(source) + column,
+                      source >= 0 && column < params.head_dim);
+      }
+    }
   }
 
   __device__ std::int64_t tile_of(const KeyBlock& block, const Step& step) const {
@@ -268,7 +349,7 @@ struct BackwardProducer : Block {
   // Whether every row of the step sees every key of the block.
   __device__ bool is_full(const Work& work, const Step& step) const {
     if constexpr (kPlanned) return step.full;
-    return causal_limit(params.visibility, work.existing, step.first_row()) >= (work.block.tile + 1) * kTileKeys;
+    return causal_limit(params.visibility, work.existing, step.first_row()) >= first_position(work.block) + kTileKeys;
   }
 
   // By one thread: of a step `bits`, besides what says which one it is.

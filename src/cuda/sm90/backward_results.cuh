@@ -41,11 +41,12 @@ struct BackwardResults {
     return steps.block.params.dquery_sums + static_cast<std::int64_t>(tile) * (kTileRows * kHeadDim) +
            (part * kQueryNTiles * kWarpGroup + steps.thread() % kWarpGroup) * 4;
   }
-  __device__ void add_query_gradients(const float (&dqueries)[kQueryNTiles][4], int part, float* target) const {
+  template <int kNTiles>
+  __device__ void add_query_gradients(const float (&dqueries)[kNTiles][4], int part, float* target) const {
     if (steps.block.params.dquery_sums == nullptr) return;
     const int first_n = part * kQueryNTiles;
 #pragma unroll
-    for (int n = 0; n < kQueryNTiles; ++n) {
+    for (int n = 0; n < kNTiles; ++n) {
       if (kHeadDim % 64 != 0 && first_n + n >= kKeyNTiles) break;
       const float(&four)[4] = dqueries[n];
       add_to_global(target + n * kWarpGroup * 4, four[0], four[1], four[2], four[3], L2Policy::kKept);
@@ -141,13 +142,14 @@ struct BackwardResults {
     }
   }
 
-  // Where other blocks have some of the block's gradients, each is added to `sums`, else it is stored.
+  // Where other blocks have some of the block's gradients, each is added to `sums`, which have as many columns, else it
+  // is stored.
   __device__ bool stores() const { return steps.work().block.stores; }
   template <int kNTiles>
   __device__ void add_up(const float (&gradient)[1][kNTiles][4], float* sums, float factor) const {
     const KeyBlock& keys = steps.work().block;
-    add_to_sums<kHeadDim>(gradient, steps.block.params, keys, steps.work().key, steps.warp_key(), 0,
-                          sums + keys.color * steps.block.params.key_color_stride, factor);
+    add_to_sums<8 * kNTiles>(gradient, steps.block.params, keys, steps.work().key, steps.warp_key(), 0,
+                             sums + keys.color * steps.block.params.key_color_stride * (8 * kNTiles), factor);
   }
 
   // ---- A tile whose steps are divided among several works, its segments. Each adds its gradients to sums, which lie
@@ -157,8 +159,8 @@ struct BackwardResults {
   // The thread's first sums of gradient `which` of two.
   __device__ float* segment_sums(int which) const {
     const std::int64_t tile = std::int64_t{steps.work().block.cut} * 2 + which;
-    return steps.rare_params().tile_order.sums + (tile * Config::kTileKeys + steps.warp_key()) * kHeadDim +
-           steps.lane() * 4;
+    const std::int64_t key = tile * Block::kWorkKeys + Block::rank() * Config::kTileKeys + steps.warp_key();
+    return steps.rare_params().tile_order.sums + key * kHeadDim + steps.lane() * 4;
   }
   template <int kNTiles>
   __device__ void add_segment(const float (&gradient)[1][kNTiles][4], int which) const {
@@ -185,7 +187,8 @@ struct BackwardResults {
     __syncwarp();
     if (steps.lane() == 0) {
       before = add_releasing_and_acquiring(
-          order.added + steps.work().block.cut * kMostTileWarps + 4 * steps.group + steps.warp(), 1);
+          order.added + steps.work().block.cut * kMostTileWarps + 4 * (2 * Block::rank() + steps.group) + steps.warp(),
+          1);
     }
     before = __shfl_sync(~0u, before, 0);
     __syncwarp();
@@ -235,7 +238,7 @@ struct BackwardResults {
     const KeyBlock& keys = steps.work().block;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int key = keys.tile * Config::kTileKeys + steps.key_column() + 8 * i;
+      const int key = Block::first_position(keys) + steps.key_column() + 8 * i;
       auto* row = static_cast<std::uint16_t*>(target.data) + keys.batch * target.batch_stride +
                   keys.key_head * target.head_stride + key * target.token_stride;
 #pragma unroll

@@ -21,6 +21,7 @@ namespace flash_dmattn::internal::cuda::sm90 {
 
 template <typename Block, std::uint32_t kAbsent>
 struct BackwardSteps {
+  using BlockType = Block;
   using Config = typename Block::Config;
   using Element = typename Block::Element;
   using Facts = typename Block::Facts;

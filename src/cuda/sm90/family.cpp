@@ -91,16 +91,14 @@ bool pairs_heads(const AttentionProblem& problem, const DevicePlan& plan) {
          pairs(problem.bias.heads, problem.bias.head_divisor);
 }
 
-// Calls launch.operator()<Element, bucket of keys, bucket of values>().
+// Calls launch.operator()<Element, bucket of keys, bucket of values>() for a bucket that the family has kernels for.
 template <typename Launch>
-cudaError_t by_forward_type(const AttentionProblem& problem, Launch launch) {
-  return by_type(problem, [&]<typename Element, int kHeadDim>() {
+cudaError_t by_own_types(const AttentionProblem& problem, Launch launch) {
+  return by_types(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
     if constexpr (kHeadDim < kLeastBucket) {
-      return cudaErrorInvalidValue;  // takes_forward declines
+      return cudaErrorInvalidValue;  // takes_forward and takes_backward decline
     } else {
-      constexpr int kNarrow = sm90::narrow_value_bucket(kHeadDim);
-      if (problem.value_dim <= kNarrow) return launch.template operator()<Element, kHeadDim, kNarrow>();
-      return launch.template operator()<Element, kHeadDim, kHeadDim>();
+      return launch.template operator()<Element, kHeadDim, kValueDim>();
     }
   });
 }
@@ -147,7 +145,7 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   params.pairs_heads = prepared.planned && pairs_heads(problem, prepared.plan);
   log_call(kSm90Family.name, "", "forward", problem, plan_kind(prepared));
   launches.then([&] {
-    return by_forward_type(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
+    return by_own_types(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
       sm90::ForwardMaps maps;
       const cudaError_t made =
           sm90::by_kernel<kHeadDim, kValueDim>(params, prepared.planned, [&]<bool kPlanned, sm90::Scoring kScoring>() {
@@ -182,11 +180,16 @@ bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
 
 BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
   return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
-    using Config = sm90::BackwardConfig<kHeadDim, kHeadDim>;
-    return BackwardTiles{.rows = Config::kTileRows,
-                         .keys = Config::kTileKeys,
-                         .stays_on = gpu.processors,
-                         .stores_queries = Config::kMayStoreQueries};
+    return with_value_bucket<kHeadDim>(problem.value_dim, [&]<int kValueDim>() {
+      using Config = sm90::BackwardConfig<kHeadDim, kValueDim>;
+      const int blocks = Config::kPairs && !problem.deterministic ? 2 : 1;
+      return BackwardTiles{.rows = Config::kTileRows,
+                           .keys = blocks * Config::kTileKeys,
+                           .stays_on = gpu.processors,
+                           .stores_queries = Config::kMayStoreQueries,
+                           .value_columns = Config::kValueDim,
+                           .own_blocks = blocks};
+    });
   });
 }
 
@@ -224,12 +227,9 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
   const auto launch = [&](const BackwardParams& params, bool planned) {
     sm90::BackwardMaps maps;
     if (const cudaError_t made = make_maps(problem, tiles, &maps); made != cudaSuccess) return made;
-    return by_type(problem, [&]<typename Element, int kHeadDim>() {
-      if constexpr (sm90::has_backward(kHeadDim)) {
-        return sm90::launch_backward<Element, kHeadDim, kHeadDim>(params, maps, planned, stream);
-      } else {
-        return cudaErrorInvalidValue;  // takes_backward declines
-      }
+    return by_own_types(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
+      static_assert(sm90::has_backward(kHeadDim));
+      return sm90::launch_backward<Element, kHeadDim, kValueDim>(params, maps, planned, stream);
     });
   };
   const BackwardKernels kernels = {

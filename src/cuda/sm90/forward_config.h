@@ -21,10 +21,6 @@ enum class Scoring {
 // Wider heads leave no registers for Scoring::kAny.
 constexpr int kMostAnyHeadDim = 128;
 
-// The bucket of values up to which a bucket of head dims has kernels of their own beside those for values as wide as
-// itself: multi-head latent attention has heads of 192 and values of 128.
-constexpr int narrow_value_bucket(int head_dim_bucket) { return head_dim_bucket == 192 ? 128 : head_dim_bucket; }
-
 // One or two warp groups bring tiles of keys and values, the others compute: each owns kConsumerRows query rows.
 // Heads of keys and of values differ in some models; both are rounded up to a bucket.
 template <int kHeadDimBucket, int kValueDimBucket, bool kPlanned, Scoring kScoring>

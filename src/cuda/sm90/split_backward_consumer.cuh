@@ -15,6 +15,7 @@
 #include "cuda/attention/fragments.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/backward_steps.cuh"
+#include "cuda/sm90/pair_backward.cuh"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
@@ -25,6 +26,7 @@ struct SplitBackwardConsumer {
   using Config = typename Steps::Config;
   using Facts = typename Steps::Facts;
   using Fragments = typename Steps::Fragments;
+  static constexpr bool kIsFirst = kOwnsValues;
   static constexpr int kRowNTiles = Steps::kRowNTiles, kQueryNTiles = Steps::kQueryNTiles,
                        kDimNTiles = kOwnsValues ? Steps::kValueNTiles : Steps::kKeyNTiles;
 
@@ -53,7 +55,11 @@ struct SplitBackwardConsumer {
     steps.wait_for_keys();
     const bool any = steps.has(Facts::kExists);
     if (any) {
-      if constexpr (kOwnsValues) {
+      if constexpr (Block::kPaired && kOwnsValues) {
+        PairBackward<SplitBackwardConsumer>(*this).add_up_values();
+      } else if constexpr (Block::kPaired) {
+        PairBackward<SplitBackwardConsumer>(*this).add_up_keys();
+      } else if constexpr (kOwnsValues) {
         add_up_values();
       } else {
         add_up_keys();

@@ -15,7 +15,7 @@ namespace flash_dmattn::internal::cuda::sm90 {
 template <typename Config>
 class WordsAhead {
   static constexpr int kKeys = Config::kTileKeys;
-  static constexpr int kBands = Config::kSplitsGradients ? 1 : 2, kRows = kBands * kBandRows;  // registers
+  static constexpr int kBands = Config::kWordBands, kRows = kBands * kBandRows;  // registers
   static_assert(kBandWords * sizeof(std::uint32_t) == sizeof(uint4));
   static_assert(kChunkRows % kRows == 0 && kBandRows % Config::kTileRows == 0);
 

@@ -38,6 +38,7 @@ class Call {
     if (is_long) problem_.batch = problem_.key_heads = 1, problem_.keys = 70000, problem_.head_dim = 256;
     problem_.heads = problem_.key_heads * group;
     width_ = bucket_of(wider_head_dim(problem_));
+    sums_.key_columns = sums_.value_columns = width_;
     sums_.colors = rng() % 3 == 0 ? 3 : 1;
     sums_.tile_keys = 32 << rng() % 3;
     has_dkey_ = rng() % 4 != 0, has_dvalue_ = rng() % 4 != 0;

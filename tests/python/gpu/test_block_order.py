@@ -49,6 +49,23 @@ def _heads_of(name: str, result: Tensor, heads: slice) -> Tensor:
     return result[:, heads] if name in ("lse", "dbias") else result[:, :, heads]
 
 
+@pytest.mark.parametrize("batches, mask_heads, key_heads", [(1, 1, 12), (2, 1, 12), (1, 12, 12), (1, 1, 6), (1, 1, 5)])
+@pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (128, 128), (192, 128)])
+def test_many_works_of_lists(batches: int, mask_heads: int, key_heads: int, head_dim: int, value_dim: int) -> None:
+    """More works than blocks take in one round: lists of keys for every 128 rows, which all heads and batch elements
+    share or not."""
+    rows, keys, pool = 2048, 6000, 1000
+    case = make_case(2, key_heads, key_heads, rows, keys, head_dim, value_dim=value_dim, bias=(1, key_heads, keys))
+    scores = torch.rand(batches, mask_heads, rows // 128, keys)
+    pools = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(pool).indices, True)
+    seen = pools.repeat_interleave(128, 2) & (torch.rand(batches, mask_heads, rows, keys) < 0.7)
+    case = Case(**{**vars(case), "mask": seen})
+    got = run_library(case)
+    for first in range(0, key_heads, 3):  # a few at a time, as the reference holds many arrays of scores
+        heads = slice(first, min(first + 3, key_heads))
+        assert_case_close(_part(case, heads), {name: _heads_of(name, tensor, heads) for name, tensor in got.items()})
+
+
 @pytest.mark.parametrize("key_heads", [2, 32])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
 @pytest.mark.parametrize("kind", ["full", "causal", "lengths", "tiles", "lists"])

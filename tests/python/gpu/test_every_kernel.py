@@ -54,16 +54,37 @@ def test_attention(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_several_works_a_block(dtype: torch.dtype, head_dim: int, planned: bool, deterministic: bool) -> None:
+@pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_several_works_a_block(
+    dtype: torch.dtype, head_dim: int, value_dim: int, planned: bool, deterministic: bool
+) -> None:
     """Tiles of rows, and of keys, for every multiprocessor twice over: blocks that stay take several."""
     rows = keys = 140
     with on_cpu:
-        case = make_case(4, 40, 40, rows, keys, head_dim, dtype=dtype, is_causal=True)
+        case = make_case(4, 40, 40, rows, keys, head_dim, value_dim=value_dim, dtype=dtype, is_causal=True)
         if planned:
             case = replace(case, mask=torch.rand(1, 1, rows, keys) < 0.3)
         case = poison_unseen(case)
     assert_right(case, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim, value_dim", [(128, 128), (192, 128)])
+@pytest.mark.parametrize("keys", [1060, 1088, 1100])
+def test_many_steps_a_work(
+    dtype: torch.dtype, head_dim: int, value_dim: int, is_causal: bool, planned: bool, keys: int
+) -> None:
+    """Keys that end within or with the first, or within the second, of the tiles of 64 that two blocks of a cluster
+    own; with a bias where there is a mask."""
+    with on_cpu:
+        options = {"value_dim": value_dim, "dtype": dtype, "is_causal": is_causal}
+        options["bias"] = (1, 8, keys) if planned else None
+        case = make_case(1, 8, 2, 1150, keys, head_dim, **options)
+        if planned:
+            case = replace(case, mask=torch.rand(1, 1, 1150, keys) < 0.3)
+        case = poison_unseen(case)
+    assert_right(case)
 
 
 @pytest.mark.parametrize("largest", [None, 15000.0], ids=["usual scores", "huge scores"])
