@@ -67,11 +67,11 @@ class DecodeUnit {
 
   // One of the passes over the planned keys: its query rows, which are those of some query heads of one key head.
   struct Pass {
-    const ChunkPlan& plan;
-    std::int64_t head;       // the first query head
-    const T *keys, *values;  // key 0
-    const Query* queries;
-    DecodePart part;
+    const ChunkPlan* plan = nullptr;
+    std::int64_t head = 0;                       // the first query head
+    const T *keys = nullptr, *values = nullptr;  // key 0
+    const Query* queries = nullptr;
+    DecodePart part{};
   };
 
   std::int64_t pair(std::int64_t key_head) const { return unit_.batch * problem_->key_heads + key_head; }
@@ -96,7 +96,7 @@ class DecodeUnit {
     const std::int64_t row = head % problem_->group() * rows_;  // of the key head's query rows
     DecodePart part = parts_->of(pair(key_head), unit_.split);
     part.maxima += row, part.sums += row, part.out += row * parts_->out_stride();
-    return {plans.plan(index),
+    return {&plans.plan(index),
             head,
             head_tokens<T>(problem_->key, unit_.batch, key_head),
             head_tokens<T>(problem_->value, unit_.batch, key_head),
@@ -126,22 +126,21 @@ class DecodeUnit {
   void attend(const DecodePlans& plans) {
     Step step;
     if (!step.advance(plans)) return;
-    BlockRows blocks[2], *own = &blocks[0], *later = &blocks[1];
+    Block blocks[2], *own = &blocks[0], *later = &blocks[1];
     list_rows(plans, step, own);
     own->fetch(head_dim_, value_dim_);
     for (bool more = true; more;) {
-      Step next = step;
-      more = next.advance(plans);
-      if (more) list_rows(plans, next, later);
-      attend_block(make_pass(plans, step.pass), step.first, own, more ? later : nullptr);
-      step = next;
+      more = step.advance(plans);
+      if (more) list_rows(plans, step, later);
+      attend_block(own, more ? later : nullptr);
       std::swap(own, later);
     }
   }
 
-  // Where a block's keys and values lie.
-  struct BlockRows {
-    int count = 0;
+  // A step's pass, the first of its listed keys, and where these keys and their values lie.
+  struct Block {
+    Pass pass;
+    int first = 0, count = 0;
     const T *keys[kDecodeBlock], *values[kDecodeBlock];
 
     // At once: nothing runs beside it.
@@ -150,21 +149,22 @@ class DecodeUnit {
       for (int i = 0; i < count; ++i) prefetch_row<0, 2>(values[i], value_dim);
     }
   };
-  void list_rows(const DecodePlans& plans, const Step& step, BlockRows* rows) const {
-    const Pass pass = make_pass(plans, step.pass);
-    const int left = pass.plan.key_count - step.first;
-    rows->count = left < kDecodeBlock ? left : kDecodeBlock;
-    for (int i = 0; i < rows->count; ++i) {
-      const std::int64_t key = pass.plan.key(step.first + i);
-      rows->keys[i] = pass.keys + key * problem_->key.token_stride;
-      rows->values[i] = pass.values + key * problem_->value.token_stride;
+  void list_rows(const DecodePlans& plans, const Step& step, Block* block) const {
+    const Pass pass = block->pass = make_pass(plans, step.pass);
+    const int left = pass.plan->key_count - step.first;
+    block->first = step.first, block->count = left < kDecodeBlock ? left : kDecodeBlock;
+    for (int i = 0; i < block->count; ++i) {
+      const std::int64_t key = pass.plan->key(step.first + i);
+      block->keys[i] = pass.keys + key * problem_->key.token_stride;
+      block->values[i] = pass.values + key * problem_->value.token_stride;
     }
   }
 
-  // `later`: rows that are fetched on the way, null if there are none. As many as there are of the block's own, of
-  // which the last one stands in for those that are missing.
-  void attend_block(const Pass& pass, int first, BlockRows* own, BlockRows* later) {
-    const int count = own->count;
+  // `later`: the block whose rows are fetched on the way, null if there is none. As many as there are of the block's
+  // own, of which the last one stands in for those that are missing.
+  void attend_block(Block* own, Block* later) {
+    const Pass& pass = own->pass;
+    const int first = own->first, count = own->count;
     const T *const *keys_ahead = nullptr, *const *values_ahead = nullptr;
     if (later != nullptr) {
       for (int i = later->count; i < round_up(count, kKeyGroup); ++i) {
@@ -195,7 +195,7 @@ class DecodeUnit {
       float *maximum = pass.part.maxima + begin + i, *sum = pass.part.sums + begin + i;
       raise_maximum(block_maxima_[i], parts_->out_stride(), maximum, sum,
                     pass.part.out + static_cast<std::int64_t>(begin + i) * parts_->out_stride());
-      exponentiate<Fp32Math>(rule_, problem_->bias.defined(), pass.plan.classes + first / kTileKeys, key_tiles,
+      exponentiate<Fp32Math>(rule_, problem_->bias.defined(), pass.plan->classes + first / kTileKeys, key_tiles,
                              *maximum, scores_ + i * kScoreStride, sum);
     }
   }
@@ -207,10 +207,10 @@ class DecodeUnit {
     for (int i = 0; i < rows; ++i) {
       const int h = (begin + i) / rows_, row = (begin + i) % rows_;
       if (problem_->bias.defined() && (i == 0 || row == 0)) {
-        bias = BiasReader<T>(problem_->bias, unit_.batch, pass.head + h, pass.plan);
+        bias = BiasReader<T>(problem_->bias, unit_.batch, pass.head + h, *pass.plan);
         bias.load_block(first, count, bias_block_);
       }
-      block_maxima_[i] = make_scores(rule_, pass.plan, row, pass.plan.classes + first / kTileKeys,
+      block_maxima_[i] = make_scores(rule_, *pass.plan, row, pass.plan->classes + first / kTileKeys,
                                      static_cast<int>(words_for(count)), first, bias, scores_ + i * kScoreStride);
       const float running = pass.part.maxima[begin + i];
       any_large = any_large || is_large(block_maxima_[i] > running ? block_maxima_[i] : running);
@@ -232,8 +232,9 @@ class DecodeUnit {
       Products::template pack_left<kForwardRowTile>(source, kForwardRowTile, packed_queries_);
       for (int key = 0; key < count; key += kTileKeys) {
         const int left = count - key < kTileKeys ? count - key : kTileKeys;
-        Products::pack_columns(key_rows(pass.plan, pass.keys, problem_->key.token_stride, head_dim_, first + key, left),
-                               kTileKeys, packed_keys_);
+        Products::pack_columns(
+            key_rows(*pass.plan, pass.keys, problem_->key.token_stride, head_dim_, first + key, left), kTileKeys,
+            packed_keys_);
         Products::template multiply_scores<kForwardRowTile>(packed_queries_, 0, source.count, packed_keys_, head_dim_,
                                                             0, kTileKeys, packed_scores_);
         for (int r = 0; r < source.count; ++r) {
