@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from flash_dmattn import KeptKeys, KeyIndices, attention
-from gpu_common import DEVICE, DTYPE, Bench, check_equal, normal
+from gpu_common import DEVICE, DTYPE, Bench, Work, check_equal, device_sampler, normal
 from report import Comparison
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
+# What steps of generation read in turn, at least, so that nothing stays in the GPU's cache from one round to the next.
+LEAST_BYTES_IN_TURN = 1 << 28
 
 
 def decode(bench: Bench) -> Iterator[Comparison]:
     """One query over a long cache: bytes of kept keys and values against the copy of this run."""
-    heads, key_heads, head_dim, length, kept = 32, 8, 128, bench.length(65536), bench.length(2048)
+    heads, key_heads, head_dim = HEADS, KEY_HEADS, HEAD_DIM
+    length, kept = bench.length(65536), bench.length(2048)
     # Batch, what says which keys are kept, and the least share that we want.
     cases = (
         (1, "all", 85.0),
@@ -68,4 +77,54 @@ def _append(bench: Bench, batch: int, heads: int, length: int, window: int) -> I
     yield from bench.compare(case, "append_", lambda: kept.append_(new, positions), limit=0.006)
 
 
-CASES = {"decode": decode}
+def batches(bench: Bench) -> Iterator[Comparison]:
+    """A step of generation over short and long caches, dense and with 2048 keys kept by lists: what plot.py draws. As
+    if every layer of a model had a step: caches and lists in turn."""
+    kept = bench.length(2048)
+    for keys, batch in itertools.product((4096, 65536, 524288), (1, 8, 32)):
+        length = bench.length(keys)
+        key_bytes = 2 * batch * KEY_HEADS * HEAD_DIM * DTYPE.itemsize  # of one key and its value
+        case = f"step B{batch} H{HEADS} Hkv{KEY_HEADS} D{HEAD_DIM} over {length} keys"
+        turns = math.ceil(LEAST_BYTES_IN_TURN / (key_bytes * kept))
+        caches = min(turns, math.ceil(LEAST_BYTES_IN_TURN / (key_bytes * length)))
+        if DEVICE == "cuda" and 1.1 * caches * key_bytes * length > torch.cuda.mem_get_info()[0]:
+            bench.notes.append(f"{case}: left out, keys and values take {caches * key_bytes * length >> 30} GiB")
+            continue
+        query = normal(batch, 1, HEADS, HEAD_DIM)
+        tokens = [[normal(batch, length, KEY_HEADS, HEAD_DIM) for _ in range(2)] for _ in range(caches)]
+        lists = [
+            KeyIndices(torch.rand(batch, KEY_HEADS, length, device=DEVICE).topk(kept).indices[:, :, None].int())
+            for _ in range(turns)
+        ]
+        sizes = {"batch": batch, "keys": length, "kept": kept}
+
+        def dense(query: Tensor = query, tokens: list[list[Tensor]] = tokens, turns: int = turns) -> list[Tensor]:
+            return [attention(query, *tokens[turn % len(tokens)]) for turn in range(turns)]
+
+        def keeping(
+            query: Tensor = query, tokens: list[list[Tensor]] = tokens, lists: list[KeyIndices] = lists
+        ) -> list[Tensor]:
+            return [attention(query, *tokens[turn % len(tokens)], mask=each) for turn, each in enumerate(lists)]
+
+        def sdpa(query: Tensor = query, tokens: list[list[Tensor]] = tokens, turns: int = turns) -> list[Tensor]:
+            """With whichever kernel PyTorch prefers of those that share keys among query heads."""
+            heads_first = [[tensor.transpose(1, 2) for tensor in cache] for cache in tokens]
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+                return [
+                    F.scaled_dot_product_attention(
+                        query.transpose(1, 2), *heads_first[turn % len(tokens)], enable_gqa=True
+                    )
+                    for turn in range(turns)
+                ]
+
+        def sampler_of_a_step(work: Work, turns: int = turns) -> Callable[[], float]:
+            sample = device_sampler(work)
+            return lambda: sample() / turns
+
+        if length <= bench.length(4096):
+            check_equal(dense()[0], sdpa()[0].transpose(1, 2))
+        yield from bench.compare(case, "dense", dense, {"SDPA": sdpa}, sizes=sizes, sampler_of=sampler_of_a_step)
+        yield from bench.compare(case, "kept", keeping, {"dense": dense}, sizes=sizes, sampler_of=sampler_of_a_step)
+
+
+CASES = {"decode": decode, "batches": batches}

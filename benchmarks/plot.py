@@ -147,6 +147,12 @@ PICTURES = {
         label_of=lambda line: f"{OURS}, {line['what']}",
         other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
     ),
+    "gpu_decode": Picture(
+        "one query row, all keys or 2048 kept, H32 Hkv8 D128", "gpu_attention", ("batches",), "keys",
+        "keys in the cache", ("batch 1", "batch 8", "batch 32"), _batch,
+        label_of=lambda line: f"{OURS}, {line['what']}",
+        other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
+    ),
     "gpu_lengths": _gpu_sweep("every row keeps 1024 keys, H2 Hkv1 D128", "lengths", "length", "sequence length"),
     "gpu_model_lengths": _gpu_sweep(
         "every row keeps 2048 keys, H32 Hkv8 D128", "model_lengths", "length", "sequence length"
