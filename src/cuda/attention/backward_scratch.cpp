@@ -97,7 +97,8 @@ void BackwardScratch::arrange_turns(const BackwardProblem& problem, std::int64_t
 
 void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena) {
   const std::int64_t group = problem.group();
-  const std::int64_t key_blocks = (problem.keys + tiles.keys - 1) / tiles.keys * problem.batch * problem.key_heads;
+  const std::int64_t key_blocks =
+      ceil_div(problem.keys, tiles.keys) * tiles.own_blocks * problem.batch * problem.key_heads;
   // Heads that see different keys have lists of their own; and a few tiles of keys alone leave most of a GPU idle,
   // the more so where they see different numbers of rows.
   const std::int64_t few_blocks = prepared.planned ? 256 : 128;
