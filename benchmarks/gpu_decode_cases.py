@@ -21,7 +21,6 @@ LEAST_BYTES_IN_TURN = 1 << 28
 
 def decode(bench: Bench) -> Iterator[Comparison]:
     """One query over a long cache: bytes of kept keys and values against the copy of this run."""
-    heads, key_heads, head_dim = HEADS, KEY_HEADS, HEAD_DIM
     length, kept = bench.length(65536), bench.length(2048)
     # Batch, what says which keys are kept, and the least share that we want.
     cases = (
@@ -33,15 +32,15 @@ def decode(bench: Bench) -> Iterator[Comparison]:
         (32, "lists", 75.0),
     )
     for batch, form, least in cases:
-        query = normal(batch, 1, heads, head_dim)
-        key, value = (normal(batch, length, key_heads, head_dim) for _ in range(2))
+        query = normal(batch, 1, HEADS, HEAD_DIM)
+        key, value = (normal(batch, length, KEY_HEADS, HEAD_DIM) for _ in range(2))
         # In turn, so that the kept keys do not stay in the cache from one call to the next.
         masks: list[Tensor | KeyIndices | None] = [None]
         if form != "all":
             masks = []
             for _ in range(4):
-                best = torch.rand(batch, key_heads, length, device=DEVICE).topk(kept).indices
-                mask = torch.zeros(batch, key_heads, length, dtype=torch.bool, device=DEVICE).scatter_(-1, best, True)
+                best = torch.rand(batch, KEY_HEADS, length, device=DEVICE).topk(kept).indices
+                mask = torch.zeros(batch, KEY_HEADS, length, dtype=torch.bool, device=DEVICE).scatter_(-1, best, True)
                 masks.append(mask if form == "mask" else KeyIndices(best[:, :, None]))
             if form == "lists":
                 check_equal(attention(query, key, value, mask=masks[-1]), attention(query, key, value, mask=mask))
@@ -55,9 +54,9 @@ def decode(bench: Bench) -> Iterator[Comparison]:
             return [attention(query, key, value, mask=mask) for mask in masks]
 
         seen = length if form == "all" else kept
-        read = len(masks) * 2 * batch * seen * key_heads * head_dim * DTYPE.itemsize
+        read = len(masks) * 2 * batch * seen * KEY_HEADS * HEAD_DIM * DTYPE.itemsize
         yield from bench.compare(
-            f"decode B{batch} H{heads} Hkv{key_heads} D{head_dim} over {length} keys, {seen} kept"
+            f"decode B{batch} H{HEADS} Hkv{KEY_HEADS} D{HEAD_DIM} over {length} keys, {seen} kept"
             + (" by lists" if form == "lists" else ""),
             "share of the copy",
             ours,
@@ -65,7 +64,7 @@ def decode(bench: Bench) -> Iterator[Comparison]:
             amount=100 * read / bench.copy_bandwidth,
             least=least,
         )
-    yield from _append(bench, 8, key_heads, length, kept)
+    yield from _append(bench, 8, KEY_HEADS, length, kept)
 
 
 def _append(bench: Bench, batch: int, heads: int, length: int, window: int) -> Iterator[Comparison]:
@@ -78,53 +77,50 @@ def _append(bench: Bench, batch: int, heads: int, length: int, window: int) -> I
 
 
 def batches(bench: Bench) -> Iterator[Comparison]:
-    """A step of generation over short and long caches, dense and with 2048 keys kept by lists: what plot.py draws. As
-    if every layer of a model had a step: caches and lists in turn."""
-    kept = bench.length(2048)
+    """A step of generation over short and long caches, dense and with 2048 keys kept by lists: what plot.py draws."""
     for keys, batch in itertools.product((4096, 65536, 524288), (1, 8, 32)):
-        length = bench.length(keys)
-        key_bytes = 2 * batch * KEY_HEADS * HEAD_DIM * DTYPE.itemsize  # of one key and its value
-        case = f"step B{batch} H{HEADS} Hkv{KEY_HEADS} D{HEAD_DIM} over {length} keys"
-        turns = math.ceil(LEAST_BYTES_IN_TURN / (key_bytes * kept))
-        caches = min(turns, math.ceil(LEAST_BYTES_IN_TURN / (key_bytes * length)))
-        if DEVICE == "cuda" and 1.1 * caches * key_bytes * length > torch.cuda.mem_get_info()[0]:
-            bench.notes.append(f"{case}: left out, keys and values take {caches * key_bytes * length >> 30} GiB")
-            continue
-        query = normal(batch, 1, HEADS, HEAD_DIM)
-        tokens = [[normal(batch, length, KEY_HEADS, HEAD_DIM) for _ in range(2)] for _ in range(caches)]
-        lists = [
-            KeyIndices(torch.rand(batch, KEY_HEADS, length, device=DEVICE).topk(kept).indices[:, :, None].int())
-            for _ in range(turns)
-        ]
-        sizes = {"batch": batch, "keys": length, "kept": kept}
+        yield from _steps(bench, batch, bench.length(keys), bench.length(2048))
 
-        def dense(query: Tensor = query, tokens: list[list[Tensor]] = tokens, turns: int = turns) -> list[Tensor]:
-            return [attention(query, *tokens[turn % len(tokens)]) for turn in range(turns)]
 
-        def keeping(
-            query: Tensor = query, tokens: list[list[Tensor]] = tokens, lists: list[KeyIndices] = lists
-        ) -> list[Tensor]:
-            return [attention(query, *tokens[turn % len(tokens)], mask=each) for turn, each in enumerate(lists)]
+def _steps(bench: Bench, batch: int, length: int, kept: int) -> Iterator[Comparison]:
+    """As if every layer of a model had a step: caches and lists in turn."""
+    key_bytes = 2 * batch * KEY_HEADS * HEAD_DIM * DTYPE.itemsize  # of one key and its value
+    case = f"step B{batch} H{HEADS} Hkv{KEY_HEADS} D{HEAD_DIM} over {length} keys"
+    turns = math.ceil(LEAST_BYTES_IN_TURN / (key_bytes * kept))
+    count = min(turns, math.ceil(LEAST_BYTES_IN_TURN / (key_bytes * length)))
+    torch.cuda.empty_cache()  # of the steps before: what torch holds of it does not count as free
+    if 1.1 * count * key_bytes * length > torch.cuda.mem_get_info()[0]:
+        bench.notes.append(f"{case}: left out, keys and values take {count * key_bytes * length >> 30} GiB")
+        return
+    query = normal(batch, 1, HEADS, HEAD_DIM)
+    caches = [[normal(batch, length, KEY_HEADS, HEAD_DIM) for _ in range(2)] for _ in range(count)]
+    in_turn = [caches[turn % count] for turn in range(turns)]
+    lists = [
+        KeyIndices(torch.rand(batch, KEY_HEADS, length, device=DEVICE).topk(kept).indices[:, :, None].int())
+        for _ in range(turns)
+    ]
 
-        def sdpa(query: Tensor = query, tokens: list[list[Tensor]] = tokens, turns: int = turns) -> list[Tensor]:
-            """With whichever kernel PyTorch prefers of those that share keys among query heads."""
-            heads_first = [[tensor.transpose(1, 2) for tensor in cache] for cache in tokens]
-            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
-                return [
-                    F.scaled_dot_product_attention(
-                        query.transpose(1, 2), *heads_first[turn % len(tokens)], enable_gqa=True
-                    )
-                    for turn in range(turns)
-                ]
+    def dense() -> list[Tensor]:
+        return [attention(query, key, value) for key, value in in_turn]
 
-        def sampler_of_a_step(work: Work, turns: int = turns) -> Callable[[], float]:
-            sample = device_sampler(work)
-            return lambda: sample() / turns
+    def keeping() -> list[Tensor]:
+        return [attention(query, key, value, mask=each) for (key, value), each in zip(in_turn, lists, strict=True)]
 
-        if length <= bench.length(4096):
-            check_equal(dense()[0], sdpa()[0].transpose(1, 2))
-        yield from bench.compare(case, "dense", dense, {"SDPA": sdpa}, sizes=sizes, sampler_of=sampler_of_a_step)
-        yield from bench.compare(case, "kept", keeping, {"dense": dense}, sizes=sizes, sampler_of=sampler_of_a_step)
+    def sdpa() -> list[Tensor]:
+        """With whichever kernel PyTorch prefers of those that share keys among query heads."""
+        heads_first = [[tensor.transpose(1, 2) for tensor in (query, *cache)] for cache in in_turn]
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+            return [F.scaled_dot_product_attention(*tensors, enable_gqa=True) for tensors in heads_first]
+
+    def sampler_of_a_step(work: Work) -> Callable[[], float]:
+        sample = device_sampler(work)
+        return lambda: sample() / turns
+
+    if length <= bench.length(4096):
+        check_equal(dense()[0], sdpa()[0].transpose(1, 2))
+    sizes = {"batch": batch, "keys": length, "kept": kept}
+    yield from bench.compare(case, "dense", dense, {"SDPA": sdpa}, sizes=sizes, sampler_of=sampler_of_a_step)
+    yield from bench.compare(case, "kept", keeping, {"dense": dense}, sizes=sizes, sampler_of=sampler_of_a_step)
 
 
 CASES = {"decode": decode, "batches": batches}

@@ -117,6 +117,21 @@ def _tokens(line: dict) -> str | None:
     return f"{line['sizes']['tokens']} tokens{each}" if line["case"].startswith("H32 ") else None
 
 
+def _decode(heads: str, script: str) -> Picture:
+    """Of the script's `batches`."""
+    return Picture(
+        f"one query row, all keys or 2048 kept, {heads}",
+        script,
+        ("batches",),
+        "keys",
+        "keys in the cache",
+        ("batch 1", "batch 8", "batch 32"),
+        _batch,
+        label_of=lambda line: f"{OURS}, {line['what']}",
+        other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
+    )
+
+
 def _gpu_sweep(title: str, group: str, x: str, x_label: str) -> Picture:
     """Of one of gpu_sweep_cases.py."""
     panels = ("forward, the keys chosen in it", "backward")
@@ -141,18 +156,8 @@ PICTURES = {
         ("tiles", "keys", "scores", "top w"),
         lambda line: line["sizes"]["kind"] if line["what"] == "forward" else None,
     ),
-    "cpu_decode": Picture(
-        "one query row, all keys or 2048 kept, H8 Hkv2 D128", "cpu_decode", ("batches",), "keys", "keys in the cache",
-        ("batch 1", "batch 8", "batch 32"), _batch,
-        label_of=lambda line: f"{OURS}, {line['what']}",
-        other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
-    ),
-    "gpu_decode": Picture(
-        "one query row, all keys or 2048 kept, H32 Hkv8 D128", "gpu_attention", ("batches",), "keys",
-        "keys in the cache", ("batch 1", "batch 8", "batch 32"), _batch,
-        label_of=lambda line: f"{OURS}, {line['what']}",
-        other_label_of=lambda line: None if line["other"] == "dense" else line["other"],
-    ),
+    "cpu_decode": _decode("H8 Hkv2 D128", "cpu_decode"),
+    "gpu_decode": _decode("H32 Hkv8 D128", "gpu_attention"),
     "gpu_lengths": _gpu_sweep("every row keeps 1024 keys, H2 Hkv1 D128", "lengths", "length", "sequence length"),
     "gpu_model_lengths": _gpu_sweep(
         "every row keeps 2048 keys, H32 Hkv8 D128", "model_lengths", "length", "sequence length"
