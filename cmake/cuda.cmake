@@ -117,28 +117,39 @@ function(add_cuda_kernels name source)
   set(cuda_kernel_objects ${cuda_kernel_objects} PARENT_SCOPE)
 endfunction()
 
-# Attention: one file, compiled once for every launcher, element type and bucket of head dims. Large buckets take
-# longest: they come first, so that the build does not end on one of them.
+# The buckets of values that a bucket of head dims has kernels for: as wide, and the narrower one that
+# narrow_value_bucket names (src/cuda/attention/head_dims.h).
+function(value_dims_of head_dim result)
+  set(value_dims ${head_dim})
+  if(head_dim EQUAL 192)
+    list(APPEND value_dims 128)
+  endif()
+  set(${result} ${value_dims} PARENT_SCOPE)
+endfunction()
+# The two in the name of a target.
+function(bucket_name head_dim value_dim result)
+  if(value_dim EQUAL head_dim)
+    set(${result} ${head_dim} PARENT_SCOPE)
+  else()
+    set(${result} ${head_dim}_${value_dim} PARENT_SCOPE)
+  endif()
+endfunction()
+
+# Attention: one file, compiled once for every launcher, element type and pair of buckets, of keys and of values. Large
+# buckets take longest: they come first, so that the build does not end on one of them.
 set(largest_first ${FLASH_DMATTN_HEAD_DIMS})
 list(REVERSE largest_first)
 foreach(head_dim IN LISTS largest_first)
   foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
-    # Of values: as wide, and the narrower ones that narrow_value_bucket names (src/cuda/attention/head_dims.h).
-    set(value_dims ${head_dim})
-    if(head_dim EQUAL 192)
-      list(APPEND value_dims 128)
-    endif()
+    value_dims_of(${head_dim} value_dims)
     foreach(direction IN ITEMS backward:BackwardParams query_backward:BackwardParams forward:ForwardParams)
       string(REGEX MATCH "(.+):(.+)" _ ${direction})
       set(launcher ${CMAKE_MATCH_1})
       set(params ${CMAKE_MATCH_2})
       string(REGEX MATCH "(.+):(.+)" _ ${element})
       foreach(value_dim IN LISTS value_dims)
-        set(name cuda_${launcher}_${CMAKE_MATCH_1}_${head_dim})
-        if(NOT value_dim EQUAL head_dim)
-          string(APPEND name _${value_dim})
-        endif()
-        add_cuda_kernels(${name} src/cuda/sm80/instance.cu
+        bucket_name(${head_dim} ${value_dim} buckets)
+        add_cuda_kernels(cuda_${launcher}_${CMAKE_MATCH_1}_${buckets} src/cuda/sm80/instance.cu
                          FLASH_DMATTN_LAUNCHER=launch_${launcher} FLASH_DMATTN_PARAMS=${params}
                          FLASH_DMATTN_ELEMENT=${CMAKE_MATCH_2} FLASH_DMATTN_HEAD_DIM=${head_dim}
                          FLASH_DMATTN_VALUE_DIM=${value_dim})
@@ -171,30 +182,22 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)(90|all)")
   set_property(SOURCE src/cuda/device_kernels.cpp src/cuda/kernel_family.cpp
                APPEND PROPERTY COMPILE_DEFINITIONS FLASH_DMATTN_SM90)
   foreach(head_dim IN LISTS largest_first)
+    if(head_dim LESS 64)
+      continue() # as takes_forward and takes_backward decline (src/cuda/sm90/family.cpp)
+    endif()
+    value_dims_of(${head_dim} value_dims)
     foreach(element IN ITEMS bfloat16:__nv_bfloat16 float16:__half)
       string(REGEX MATCH "(.+):(.+)" _ ${element})
       set(element_name ${CMAKE_MATCH_1})
       set(element_type ${CMAKE_MATCH_2})
-      # Which kernel and for which bucket of values, as takes_forward, takes_backward and narrow_value_bucket say
-      # (src/cuda/sm90).
-      set(kernels "")
-      if(head_dim GREATER_EQUAL 64)
-        list(APPEND kernels forward:${head_dim} backward:${head_dim})
-      endif()
-      if(head_dim EQUAL 192)
-        list(APPEND kernels forward:128 backward:128)
-      endif()
-      foreach(kernel IN LISTS kernels)
-        string(REGEX MATCH "(.+):(.+)" _ ${kernel})
-        set(direction ${CMAKE_MATCH_1})
-        set(value_dim ${CMAKE_MATCH_2})
-        set(name cuda_sm90_${direction}_${element_name}_${head_dim})
-        if(NOT value_dim EQUAL head_dim)
-          string(APPEND name _${value_dim})
-        endif()
-        add_cuda_kernels(${name} src/cuda/sm90/${direction}_instance.cu FLASH_DMATTN_ELEMENT=${element_type}
-                         FLASH_DMATTN_HEAD_DIM=${head_dim} FLASH_DMATTN_VALUE_DIM=${value_dim})
-        set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES 90a-real)
+      foreach(value_dim IN LISTS value_dims)
+        bucket_name(${head_dim} ${value_dim} buckets)
+        foreach(direction IN ITEMS forward backward)
+          set(name cuda_sm90_${direction}_${element_name}_${buckets})
+          add_cuda_kernels(${name} src/cuda/sm90/${direction}_instance.cu FLASH_DMATTN_ELEMENT=${element_type}
+                           FLASH_DMATTN_HEAD_DIM=${head_dim} FLASH_DMATTN_VALUE_DIM=${value_dim})
+          set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES 90a-real)
+        endforeach()
       endforeach()
     endforeach()
   endforeach()

@@ -66,4 +66,5 @@ __device__ inline void copy_to_block(std::uint32_t address, std::uint32_t shared
       "r"(shared), "r"(bytes), "r"(barrier)
       : "memory");
 }
+
 }  // namespace flash_dmattn::internal::cuda

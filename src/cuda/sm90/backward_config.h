@@ -47,12 +47,13 @@ struct BackwardConfig {
   // Whether dquery of rows that one tile of keys alone meets may be stored. Wide heads gain nothing by it.
   static constexpr bool kMayStoreQueries = !kSplitsGradients;
 
-  // Of producers, which have the registers or not: whether L2 is told that keys are read once, whether most warps look
-  // the next work up before consumers are told of the end of the one before, whether words of a packed mask are read
-  // for several steps at once, and of how many bands then.
-  static constexpr bool kReadsKeysOnce = !kSplitsGradients || kHasNarrowValues, kEndsWorksEarly = kReadsKeysOnce,
+  // Of producers, if they have the registers: whether L2 is told that keys are read once, whether most warps look the
+  // next work up before consumers are told of the end of the one before, whether words of a packed mask are read for
+  // several steps at once, and of how many bands then.
+  static constexpr bool kHasProducerRegisters = !kSplitsGradients || kHasNarrowValues;
+  static constexpr bool kReadsKeysOnce = kHasProducerRegisters, kEndsWorksEarly = kHasProducerRegisters,
                         kReadsWordsAhead = kHeadDim <= 192;
-  static constexpr int kWordBands = kReadsKeysOnce ? 2 : 1;
+  static constexpr int kWordBands = kHasProducerRegisters ? 2 : 1;
 
   // Whether producers read once, not for every box, where a step's rows are; measured.
   static constexpr bool reads_places_once(bool planned) { return kHeadDim < 128 || !planned || kHasNarrowValues; }

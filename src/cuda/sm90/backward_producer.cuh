@@ -18,6 +18,8 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/backward_block.cuh"
+#include "cuda/sm90/gathered_rows.cuh"
+#include "cuda/sm90/pair_producer.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/step_facts.cuh"
 #include "cuda/sm90/warps.h"
@@ -25,7 +27,8 @@
 namespace flash_dmattn::internal::cuda::sm90 {
 
 template <typename Block>
-struct BackwardProducer : Block {
+struct BackwardProducer : PairProducer<Block> {
+  using Base = PairProducer<Block>;
   using Config = typename Block::Config;
   using Facts = typename Block::Facts;
   using Walk = typename Block::Walk;
@@ -35,12 +38,11 @@ struct BackwardProducer : Block {
                         kStoresQueries = Block::kStoresQueries;
   static constexpr std::uint32_t kAbsent = Block::kAbsent, kKeyPanel = Block::kKeyPanel, kRowPanel = Block::kRowPanel;
   static constexpr int kTileRows = Block::kTileRows, kTileKeys = Block::kTileKeys, kStages = Block::kStages;
-  using Block::Block;
-  using Block::first_position, Block::in_other_block, Block::rank;
-  using Block::params, Block::maps, Block::shared, Block::keys, Block::values;
-  using Block::queries_at, Block::output_gradients_at;
   static constexpr bool kPaired = Block::kPaired;
   static constexpr int kWorkKeys = Block::kWorkKeys;
+  using Base::Base;
+  using Block::params, Block::maps, Block::shared, Block::keys, Block::values;
+  using Block::queries_at, Block::output_gradients_at, Block::first_position;
 
   __device__ void produce() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -125,7 +127,7 @@ struct BackwardProducer : Block {
   }
   __device__ int next_place(std::uint32_t taken, int lane) const {
     if constexpr (kPaired) {
-      if (rank() != 0) return place_of_pair(taken, lane);
+      if (Block::rank() != 0) return Base::place_of_pair(taken, lane);
     }
     int place = static_cast<int>(blockIdx.x) / Block::kBlocks;
     if (taken > 0 || takes_turns()) {
@@ -133,48 +135,8 @@ struct BackwardProducer : Block {
       if (!takes_turns()) place += recomputed(static_cast<int>(gridDim.x)) / Block::kBlocks;
       place = __shfl_sync(~0u, place, 0);
     }
-    if constexpr (kPaired) hand_place_on(taken, place, lane);
+    if constexpr (kPaired) Base::hand_place_on(taken, place, lane);
     return place;
-  }
-
-  // ---- What the blocks of a pair hand to one another
-
-  // The first block looks for the works of both. It does not write a place before the second one has read those that
-  // were there, its own keys among them (bring_other_keys).
-  __device__ void hand_place_on(std::uint32_t taken, int place, int lane) const {
-    const auto& pair = shared.pair;
-    if (lane == 0) {
-      wait(shared_address(&pair.place_empty[taken % 2]), (taken / 2 % 2) ^ 1);
-      store_in_block(in_other_block(shared_address(&pair.place[taken % 2])), place,
-                     in_other_block(shared_address(&pair.place_full[taken % 2])));
-    }
-    __syncwarp();
-  }
-  __device__ int place_of_pair(std::uint32_t taken, int lane) const {
-    const auto& pair = shared.pair;
-    const std::uint32_t full = shared_address(&pair.place_full[taken % 2]);
-    if (lane == 0) arrive_expecting(full, sizeof(pair.place[0]));
-    __syncwarp();
-    wait(full, taken / 2 % 2);
-    return static_cast<int>(load_shared(shared_address(&pair.place[taken % 2])));
-  }
-  // A lane's key, -1 if nobody sees it. Before it comes to the work after next, the other block has read it: the first
-  // one as it hands on no place of that before its consumers are done with this work, the second one as it says so.
-  __device__ void hand_key_on(std::int32_t key, int warp, int lane) const {
-    const auto& pair = shared.pair;
-    const std::uint32_t place = shared.taken[warp] % 2, full = shared_address(&pair.keys_full[place]);
-    if (warp == 0 && lane == 0) arrive_expecting(full, sizeof(pair.keys[place]));  // as many come from the other block
-    store_in_block(in_other_block(shared_address(&pair.keys[place][warp * kWarpKeys + lane])), key,
-                   in_other_block(full));
-  }
-  __device__ std::int32_t key_of_other_block(int warp, int lane) const {
-    const auto& pair = shared.pair;
-    const std::uint32_t taken = shared.taken[warp], place = taken % 2;
-    wait(shared_address(&pair.keys_full[place]), taken / 2 % 2);
-    const std::uint32_t key = load_shared(shared_address(&pair.keys[place][warp * kWarpKeys + lane]));
-    __syncwarp();
-    if (rank() != 0 && lane == 0) arrive_in_block(in_other_block(shared_address(&pair.place_empty[place])));
-    return static_cast<std::int32_t>(key);
   }
 
   __device__ void count_earlier_works(Work& work) const {
@@ -196,8 +158,9 @@ struct BackwardProducer : Block {
                                    block.end_chunk);
     }
     const int column = warp * kWarpKeys + lane;
-    work.key[column] = visible ? key : -1;
-    if constexpr (kPaired) hand_key_on(visible ? key : -1, warp, lane);
+    const std::int32_t seen_key = visible ? key : -1;
+    work.key[column] = seen_key;
+    if constexpr (kPaired) Base::hand_key_on(seen_key, warp, lane);
     shared.range[column] = range;
     if constexpr (kPlanned) {
       // The same for all heads of the work.
@@ -220,18 +183,14 @@ struct BackwardProducer : Block {
   }
 
   // Copies 32 rows of two tensors, the first with columns of queries and keys, the second with those of values, to
-  // panels. `index`: which rows, one a lane. Eight lanes take eight rows. Those that are used once, L2 may forget.
+  // panels. `index`: which rows, one a lane. Those that are used once, L2 may forget.
   template <std::uint32_t kPanel, bool kUsedOnce>
   __device__ void gather(int lane, std::int32_t index, const TokenRows& first, const TokenRows& second,
                          std::uint32_t first_target, std::uint32_t second_target) const {
-    const int first_row = lane / 8 * 8, piece = lane % 8;
-#pragma unroll 1
-    for (int row = 0; row < 8; ++row) {
-      const std::int32_t source = __shfl_sync(~0u, index, first_row + row);
-      const std::uint32_t offset = (first_row + row) * 128 + (piece ^ row) * 16;
+    for_each_gathered_row(lane, index, [&](std::int32_t source, int first_column, std::uint32_t offset) {
 #pragma unroll
       for (int panel = 0; panel < Config::kKeyPanels; ++panel) {
-        const int column = panel * 64 + piece * 8;
+        const int column = panel * 64 + first_column;
         const auto copy = [&](std::uint32_t target, const std::uint16_t* row, int columns) {
           const bool valid = source >= 0 && column < columns;
           if constexpr (kUsedOnce) {
@@ -243,7 +202,7 @@ struct BackwardProducer : Block {
         copy(first_target, first.row(source), params.head_dim);
         if (panel < Config::kValuePanels) copy(second_target, second.row(source), params.value_dim);
       }
-    }
+    });
   }
 
   // Once consumers are done with those before. Keys that nobody sees arrive as zeros.
@@ -253,7 +212,7 @@ struct BackwardProducer : Block {
     const std::int32_t key = work.key[warp * kWarpKeys + lane];
     wait_or_say(shared.keys.empty[0], (shared.taken[warp] % 2) ^ 1);
     const std::uint32_t full = shared_address(&shared.keys.full[0]);
-    if constexpr (kPaired) bring_other_keys(block, warp, lane);
+    if constexpr (kPaired) Base::bring_other_keys(block, warp, lane);
     // Neighbours that all exist and are seen come in boxes: a handful of instructions in place of some hundred.
     if (maps.boxes_of_keys && !block.listed && __all_sync(~0u, key >= 0)) {
       if (lane == 0) {
@@ -273,35 +232,6 @@ struct BackwardProducer : Block {
                                               rows_of(params.value, block.batch, block.key_head, 0),
                                               keys + warp * kWarpKeys * 128, values + warp * kWarpKeys * 128);
     arrive_when_copied(full);
-  }
-
-  // Of those of the other block of a pair, the panels that this one's consumers multiply (pair_backward.cuh).
-  __device__ void bring_other_keys(const KeyBlock& block, int warp, int lane) const {
-    const std::int32_t key = key_of_other_block(warp, lane);
-    const std::uint32_t target = this->other_keys + warp * kWarpKeys * 128;
-    if (maps.boxes_of_keys && !block.listed && __all_sync(~0u, key >= 0)) {
-      const std::uint32_t full = shared_address(&shared.keys.full[0]);
-      if (lane == 0) {
-        expect_bytes(full, 2 * kWarpKeys * 128);
-        load_box(target, maps.key, rank() * 64, key, block.key_head, block.batch, full);
-        load_box(target + kKeyPanel, maps.key, 128, key, block.key_head, block.batch, full);
-      }
-      __syncwarp();
-      return;
-    }
-    const TokenRows rows = rows_of(params.key, block.batch, block.key_head, 0);
-    const int first_row = lane / 8 * 8, piece = lane % 8;
-#pragma unroll 1
-    for (int row = 0; row < 8; ++row) {
-      const std::int32_t source = __shfl_sync(~0u, key, first_row + row);
-      const std::uint32_t offset = (first_row + row) * 128 + (piece ^ row) * 16;
-#pragma unroll
-      for (int panel = 0; panel < 2; ++panel) {
-        const int column = (panel == 0 ? rank() : 2) * 64 + piece * 8;
-        copy_async_16(target + panel * kKeyPanel + offset, rows.row(source) + column,
-                      source >= 0 && column < params.head_dim);
-      }
-    }
   }
 
   __device__ std::int64_t tile_of(const KeyBlock& block, const Step& step) const {

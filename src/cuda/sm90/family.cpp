@@ -182,7 +182,7 @@ BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
   return with_bucket(wider_head_dim(problem), [&]<int kHeadDim>() {
     return with_value_bucket<kHeadDim>(problem.value_dim, [&]<int kValueDim>() {
       using Config = sm90::BackwardConfig<kHeadDim, kValueDim>;
-      const int blocks = Config::kPairs && !problem.deterministic ? 2 : 1;
+      const int blocks = Config::kPairs && !problem.deterministic ? 2 : 1;  // as BackwardBlock::kBlocks of its kernel
       return BackwardTiles{.rows = Config::kTileRows,
                            .keys = blocks * Config::kTileKeys,
                            .stays_on = gpu.processors,

@@ -14,6 +14,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/warps.h"
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
@@ -64,10 +65,10 @@ struct PairBackward {
     const std::uint32_t step = steps.number();
     wait(shared_address(&steps.block.shared.pair.scores_taken[Steps::score_place(step)]), parity_of(step) ^ 1);
   }
-  // By each warp, which has stored and fenced those of its 16 keys.
+  // By each warp, which has stored and fenced those of its keys.
   __device__ void hand_on() const {
     if (steps.lane() != 0) return;
-    constexpr std::uint32_t kKeyBytes = 128, kBytes = 16 * kKeyBytes;
+    constexpr std::uint32_t kKeyBytes = 128, kBytes = kWarpRows * kKeyBytes;
     const std::uint32_t place = Steps::score_place(steps.number()),
                         full = shared_address(&steps.block.shared.pair.scores_full[place]),
                         offset = steps.warp_key() * kKeyBytes;
@@ -122,7 +123,6 @@ struct PairBackward {
     wait_for_other(last);
     begin_query_gradients(last, dqueries);
     wgmma_wait<0>();
-    settle(consumer.sums[0]);
     finish_query_gradients(last, dqueries, last_tile);
   }
 
@@ -132,10 +132,7 @@ struct PairBackward {
   __device__ void add_up_values() {
     QueryGradients dqueries;
     typename Steps::template Ahead<kRowNTiles> ahead;
-    steps.multiply_queries();
-    steps.read_ahead(ahead);
-    wgmma_wait<0>();
-    settle(steps.scores);
+    consumer.begin_steps(ahead);
 #pragma unroll 1
     do {
       steps.mark = __reduce_or_sync(~0u, steps.mark);
@@ -167,14 +164,9 @@ struct PairBackward {
   }
 
   __device__ void add_up_keys() {
-    auto& head = steps.results().head();
-    if (steps.lane() == 0) head = steps.facts().head;
-    __syncwarp();
     QueryGradients dqueries;
     float gradients[kRowNTiles][4];
-    steps.multiply_output_gradients(gradients);
-    wgmma_wait<0>();
-    settle(gradients);
+    consumer.begin_steps(gradients);
 #pragma unroll 1
     do {
       steps.mark = __reduce_or_sync(~0u, steps.mark);

@@ -123,18 +123,31 @@ struct SplitBackwardConsumer {
 
   // ---- Steps; the first one exists
 
+  // What consumer 0 begins a work with: scores, and what is read before sums are sent to memory, behind which it would
+  // wait.
+  __device__ void begin_steps(typename Steps::template Ahead<kRowNTiles>& ahead) {
+    steps.multiply_queries();
+    steps.read_ahead(ahead);
+    wgmma_wait<0>();
+    settle(steps.scores);
+  }
+  // Likewise consumer 1: gradients of probabilities, and the first head that sums of the bias are of.
+  __device__ void begin_steps(float (&gradients)[kRowNTiles][4]) {
+    if (steps.lane() == 0) steps.results().head() = steps.facts().head;
+    __syncwarp();
+    steps.multiply_output_gradients(gradients);
+    wgmma_wait<0>();
+    settle(gradients);
+  }
+
   // Gradients of queries come a step late: those of scores, which consumer 1 makes, have then been there for a while.
   // Behind the last step the next one's scores are computed, too: from whatever is there, and for nobody.
   __device__ void add_up_values() {
     static_assert(kFirstPanels == 2);
     float dqueries[kQueryNTiles][4];
     int last_tile = -1;  // of the step before
-    steps.multiply_queries();
-    // Read before sums are sent to memory, behind which it would wait.
     typename Steps::template Ahead<kRowNTiles> ahead;
-    steps.read_ahead(ahead);
-    wgmma_wait<0>();
-    settle(steps.scores);
+    begin_steps(ahead);
 #pragma unroll 1
     do {
       // As in wait_for_step: the compiler forgets it from one round to the next.
@@ -187,12 +200,8 @@ struct SplitBackwardConsumer {
   }
 
   __device__ void add_up_keys() {
-    if (steps.lane() == 0) steps.results().head() = steps.facts().head;
-    __syncwarp();
     float gradients[kRowNTiles][4], dqueries[kQueryNTiles][4];
-    steps.multiply_output_gradients(gradients);
-    wgmma_wait<0>();
-    settle(gradients);
+    begin_steps(gradients);
 #pragma unroll 1
     do {
       steps.mark = __reduce_or_sync(~0u, steps.mark);
