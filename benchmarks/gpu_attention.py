@@ -11,6 +11,7 @@ aims are for an H200. docs/benchmarks.md says how it measures and how to read th
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -29,9 +30,11 @@ CASES = {**COMMON_CASES, **DECODE_CASES, **DOCUMENT_CASES, **LIST_CASES, **SWEEP
 
 
 def describe_gpu() -> dict[str, object]:
+    """`name` says, too, which kernels FLASH_DMATTN_ARCH asks for."""
     properties = torch.cuda.get_device_properties(DEVICE)
+    kernels = os.environ.get("FLASH_DMATTN_ARCH")
     return {
-        "name": properties.name,
+        "name": f"{properties.name}, {kernels} kernels" if kernels else properties.name,
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": properties.total_memory / 2**30,
         "cuda": torch.version.cuda,

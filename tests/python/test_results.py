@@ -32,7 +32,15 @@ SEVERAL_MACHINES = {"cpu_attention", "cpu_dynamic_mask", "gpu_attention", "gpu_d
 WITHOUT = {
     "2-x-nvidia-h200-gpu_distributed": {"strong", "weak"},  # which the file of four GPUs has
     # Which that of an H200 has.
-    "nvidia-h100-80gb-hbm3-gpu_attention": {"sustained", "densities", "windows", "lengths", "model_lengths", "kept"},
+    "nvidia-h100-80gb-hbm3-gpu_attention": {
+        "batches",
+        "sustained",
+        "densities",
+        "windows",
+        "lengths",
+        "model_lengths",
+        "kept",
+    },
 }
 
 
