@@ -31,7 +31,27 @@ SEVERAL_MACHINES = {"cpu_attention", "cpu_dynamic_mask", "gpu_attention", "gpu_d
 # Cases that a file does not have: they failed, for reasons of their own, or came later.
 WITHOUT = {
     "2-x-nvidia-h200-gpu_distributed": {"strong", "weak"},  # which the file of four GPUs has
-    # Which that of an H200 has.
+    # Which that of an H200 has, and of its own kernels.
+    "nvidia-h200-sm80-kernels-gpu_attention": {
+        "dense",
+        "sliding",
+        "tiles",
+        "dynamic",
+        "original",
+        "biases",
+        "prepass",
+        "selection",
+        "decode",
+        "batches",
+        "deterministic",
+        "lists",
+        "sustained",
+        "densities",
+        "windows",
+        "lengths",
+        "model_lengths",
+        "kept",
+    },
     "nvidia-h100-80gb-hbm3-gpu_attention": {
         "batches",
         "sustained",

@@ -33,14 +33,10 @@ BackwardParams backward_params(const BackwardProblem& problem, const Gpu& gpu, c
   params.wants_dvalue = problem.dvalue.defined();
   params.uses_sums = scratch.wants_sums;
   params.stored = scratch.key_sums.stored;
-  if (scratch.tiles.stays()) {
-    params.works = scratch.works;
-    params.works.last = scratch.order;
-    params.works.taken = &scratch.counters->taken_works;
-    params.tile_order = scratch.tile_order;
-  } else {
-    params.order.blocks = scratch.order;
-  }
+  params.works = scratch.works;
+  params.works.last = scratch.order;
+  params.works.taken = &scratch.counters->taken_works;
+  params.tile_order = scratch.tile_order;
   params.splits = scratch.splits;
   params.chunk_limit = scratch.prepared.plan.chunk_count;
   params.colors = scratch.key_sums.colors;
@@ -68,7 +64,7 @@ void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& 
   } else {
     const DevicePlan& plan = scratch.prepared.plan;
     launches->then([&] { return launch_mark_keys(problem, plan, sums, params.met_once, stream); });
-    if (kernels.list_works != nullptr) {
+    if (!scratch.adds_by_launches()) {
       launches->then([&] { return kernels.list_works(params); });
       beside = true;
     }
@@ -101,16 +97,20 @@ void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& sc
       params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
   if (problem.keys == 0 || !wanted) return;
   const auto launch = [&] { launches->then([&] { return kernels.launch(params, scratch.prepared.planned); }); };
-  if (scratch.key_sums.colors == 1) return launch();
+  if (!scratch.adds_by_launches()) return launch();
+  const auto list_and_launch = [&] {
+    launches->then([&] { return kernels.list_works(params); });
+    launch();
+  };
   params.takes_ranges = false;
   for (std::int32_t first = 0; first < scratch.prepared.plan.chunk_count; first += scratch.launch_chunks) {
     params.first_chunk = first;
     params.chunk_limit = std::min(first + scratch.launch_chunks, scratch.prepared.plan.chunk_count);
-    launch();
+    list_and_launch();
   }
   params.first_chunk = params.chunk_limit = 0;
   params.takes_ranges = true;
-  launch();
+  list_and_launch();
 }
 
 // From sums to gradients.

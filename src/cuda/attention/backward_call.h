@@ -19,13 +19,12 @@ struct BackwardKernels {
   BackwardTiles tiles;
   // Gradients of keys and values, or their sums, and sums of those of queries and bias.
   std::function<cudaError_t(const BackwardParams&, bool planned)> launch;
-  // Lists the works of a planned `launch` beforehand (key_works.h), if it can beside the first pass over rows. Null:
-  // blocks do not stay.
-  std::function<cudaError_t(const BackwardParams&)> list_works = nullptr;
+  // Lists the works of a planned `launch` beforehand (key_works.h), if it can beside the first pass over rows.
+  std::function<cudaError_t(const BackwardParams&)> list_works;
   // dquery from the sums that it left, which lie as its threads' registers do.
   std::function<cudaError_t(const BackwardParams&)> launch_query_gradients;
-  // dquery, and the sums of a bias gradient with rows, in one order: for a deterministic backward. Null: blocks stay,
-  // and wait for their turn to add (SumTurns).
+  // dquery, and the sums of a bias gradient with rows, in one order: for a deterministic backward. Null: blocks stay
+  // without a plan, too, and wait for their turn to add (SumTurns).
   std::function<cudaError_t(const BackwardParams&, bool planned)> launch_query_backward = nullptr;
 };
 

@@ -111,7 +111,7 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
   const bool few = key_blocks < few_blocks && !deterministic && (prepared.planned || !tiles.stays());
   splits = own_lists || few ? static_cast<std::int32_t>(group) : 1;
   wants_sums = prepared.planned || splits > 1;
-  if (tiles.stays() && prepared.planned) {
+  if (prepared.planned) {
     const std::int64_t entries = key_work_entries(problem.batch, problem.key_heads, splits, prepared.plan.chunk_count);
     works.starts = arena->take<std::int32_t>(static_cast<std::size_t>(entries + 1));
     works.first_tiles = arena->take<std::int32_t>(static_cast<std::size_t>(entries));
@@ -119,7 +119,7 @@ void BackwardScratch::arrange_order(const BackwardProblem& problem, Arena* arena
         arena->take<KeyBlock>(static_cast<std::size_t>(count_key_blocks(problem, prepared.plan.chunk_count)));
   }
   launch_chunks = prepared.plan.chunk_count;
-  if (!deterministic || takes_turns() || !prepared.planned) return;
+  if (!adds_by_launches()) return;
   // As few chunks a launch as fill a large GPU a few times over; the same on every GPU, so that results are, too.
   constexpr std::int64_t kManyBlocks = 1024;
   const std::int64_t chunk_blocks =

@@ -13,8 +13,8 @@
 namespace flash_dmattn::internal::cuda {
 
 // Of a family: rows of a step and keys of a block of its backward, and on how many multiprocessors blocks stay, one on
-// each, for many tiles of keys (0: they do not stay). Facts of rows, and sums of dquery, are padded to whole tiles of
-// rows.
+// each, for many tiles of keys whether there is a plan or not (0: they stay with a plan alone). Facts of rows, and sums
+// of dquery, are padded to whole tiles of rows.
 struct BackwardTiles {
   int rows, keys;
   int stays_on = 0;
@@ -51,7 +51,7 @@ struct BackwardScratch {
   float *dquery_sums = nullptr, *dbias_sums = nullptr;
   MetOnceTiles met_once;
   KeyGradientSums key_sums;       // its `stored` as in BackwardParams
-  std::int32_t* order = nullptr;  // as in BlockOrder, or KeyWorks::last
+  std::int32_t* order = nullptr;  // as in KeyWorks::last
   KeyWorks works;                 // without its `last` and `taken`
   KeyTileOrder tile_order;
   std::size_t key_bytes = 0, value_bytes = 0, dbias_count = 0, dbias_bytes = 0;
@@ -68,6 +68,9 @@ struct BackwardScratch {
 
   // Whether blocks wait for their turn to add to sums (SumTurns). Else a deterministic backward has passes of its own.
   bool takes_turns() const { return deterministic && tiles.stays(); }
+  // Whether launches follow one another, none of which adds to a sum of keys more than once: first of the lists of
+  // launch_chunks chunks each, then of ranges.
+  bool adds_by_launches() const { return deterministic && prepared.planned && !takes_turns(); }
 
   // That no launch has more blocks of keys than a grid may.
   Status check_key_blocks(const BackwardProblem& problem) const;

@@ -113,11 +113,4 @@ cudaError_t order_blocks(Params* params, std::int64_t blocks, std::int64_t at_on
   return launch_blocks(order_blocks_kernel<Block, Params>, shape, stream, *params, static_cast<int>(blocks));
 }
 
-// The same for blocks of keys. Many of these have none and end at once: as many as possible are looked at for some that
-// have.
-template <typename Block>
-cudaError_t order_key_blocks(BackwardParams* params, std::int64_t blocks, cudaStream_t stream) {
-  return order_blocks<Block>(params, blocks, params->processors, kMostOrderedBlocks, stream);
-}
-
 }  // namespace flash_dmattn::internal::cuda

@@ -94,7 +94,8 @@ __device__ int sum_before(int own, int* total) {
 
 // By one block.
 template <int kTileKeys>
-__global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kThreads)
+    list_key_works_kernel(const __grid_constant__ BackwardParams params, int most_ordered) {
   __shared__ std::int32_t kept_starts[kMostKeptEntries];
   begin_dependent_kernel();
   const int entries = key_work_entries(params), thread = static_cast<int>(threadIdx.x);
@@ -113,9 +114,7 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
   }
   if (thread == 0) list.starts[entries] = works, *list.taken = 0;
   __syncthreads();
-  // The last ones come longest first: no more than run twice over, since blocks that run at the same time are to share
-  // rows, in the cache, which those of one key head do.
-  const int ordered = list.last == nullptr ? 0 : min(2 * params.processors, kMostOrderedBlocks);
+  const int ordered = list.last == nullptr ? 0 : min(most_ordered, kMostOrderedBlocks);
   const int count = min(works, ordered), first_ordered = works - count;
   if (count > 0) {
     order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
@@ -132,10 +131,16 @@ __global__ void __launch_bounds__(kThreads) list_key_works_kernel(const __grid_c
 
 }  // namespace
 
-cudaError_t list_key_works(const BackwardParams& params, int tile_keys, cudaStream_t stream) {
+cudaError_t list_key_works(const BackwardParams& params, int tile_keys, int most_ordered, cudaStream_t stream) {
   const LaunchShape shape = {.blocks = 1, .threads = kThreads, .is_dependent = true};
-  return tile_keys == 64 ? launch_blocks(list_key_works_kernel<64>, shape, stream, params)
-                         : launch_blocks(list_key_works_kernel<128>, shape, stream, params);
+  switch (tile_keys) {
+    case 32:
+      return launch_blocks(list_key_works_kernel<32>, shape, stream, params, most_ordered);
+    case 64:
+      return launch_blocks(list_key_works_kernel<64>, shape, stream, params, most_ordered);
+    default:
+      return launch_blocks(list_key_works_kernel<128>, shape, stream, params, most_ordered);
+  }
 }
 
 }  // namespace flash_dmattn::internal::cuda

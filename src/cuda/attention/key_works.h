@@ -22,7 +22,8 @@ constexpr std::int64_t key_work_entries(std::int64_t batch, std::int64_t key_hea
 // another. At most a lane of a warp each.
 constexpr int kMostKeyTracks = 32;
 
-// Writes params.works, of a plan, for blocks of `tile_keys` keys, which may be 64 or 128.
-cudaError_t list_key_works(const BackwardParams& params, int tile_keys, cudaStream_t stream);
+// Writes params.works, of a plan, for blocks of `tile_keys` keys, which may be 32, 64 or 128. If params.works.last is
+// there, so many of the last works as `most_ordered`, or kMostOrderedBlocks, come longest first.
+cudaError_t list_key_works(const BackwardParams& params, int tile_keys, int most_ordered, cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

@@ -67,7 +67,7 @@ struct KeyWorks {
   std::int32_t* first_tiles = nullptr;  // the first tile of each entry that is a work
   KeyBlock* blocks = nullptr;           // of all works, in the order in which they come
   std::int32_t* last = nullptr;  // scratch of kMostOrderedBlocks: the order of the last works; null: as they are listed
-  std::int32_t* taken = nullptr;  // counts works that are taken, besides the first one of each block
+  std::int32_t* taken = nullptr;  // counts works that are taken; of sm90, besides the first one of each block
 };
 
 // How a backward without a plan or turns deals its tiles of keys, which are numbered head by head, to blocks that stay
@@ -176,8 +176,8 @@ struct BackwardParams : AttentionParams {
   // one owner; null: never.
   const std::uint8_t* stored = nullptr;
   std::int32_t splits = 1;  // blocks of one tile of keys, each with some of the group's heads
-  KeyWorks works;           // of families whose blocks stay (BackwardTiles)
-  SumTurns turns;           // likewise
+  KeyWorks works;           // with a plan, or of families whose blocks stay without one (BackwardTiles)
+  SumTurns turns;           // of such families
   KeyTileOrder tile_order;  // likewise
 
   // The chunks whose lists this launch takes, and whether it takes the keys that chunks have as ranges.

@@ -44,7 +44,7 @@ struct RowWalk {
     __syncwarp();
   }
 
-  // For order_blocks: how many units of rows the block visits in every `lanes`-th chunk, for one query head.
+  // For list_key_works: how many units of rows the block visits in every `lanes`-th chunk, for one query head.
   __device__ static int visits(const BackwardParams& params, const KeyBlock& block, int lane, int lanes) {
     int visits = 0;
 #pragma unroll 4

@@ -1,13 +1,12 @@
 // The sm80 backward: one block owns a tile of keys and walks over the tiles of query rows that see it, for some
 // query heads of a group. Gradients of its keys and values stay in registers; those of queries are added up in global
-// memory.
+// memory. With a plan a block stays for many tiles, its works (attention/key_works.h).
 //
 // Five products a step, S the scores, P the probabilities, d the gradients:
 //   S = Q K^T,  dP = dO V^T,  dV += P^T dO,  dK += dS^T Q,  dQ += dS K      with dS = P (dP - delta)
 // (Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2).
 #pragma once
 
-#include "cuda/attention/block_order.cuh"
 #include "cuda/attention/fragments.cuh"
 #include "cuda/attention/hide.cuh"
 #include "cuda/attention/key_results.cuh"
@@ -23,6 +22,7 @@ template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRo
 struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow> {
   using Memory = BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   using Memory::keys, Memory::values, Memory::queries, Memory::output_gradients;
+  using Memory::kStays;
   using Memory::kStepSlots, Memory::kFactSlots;
   using Memory::kTileRows, Memory::kTileKeys, Memory::kThreads;
   using Memory::params, Memory::shared, Memory::block, Memory::existing;
@@ -46,12 +46,6 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
   float dvalues[kKeyRows / 16][kValueDims / 8][4];
 
   using Memory::Memory;
-
-  // For order_blocks.
-  __device__ static int visits(const BackwardParams& params, unsigned number, int lane, int lanes) {
-    const KeyBlock block = key_block<kTileKeys, kPlanned>(params, number);
-    return block.exists ? Memory::Walk::visits(params, block, lane, lanes) : 0;
-  }
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
   static constexpr bool kKeepsOrigin = Config::kKeepsOrigin && !kRowBias && !kLargeRows;
@@ -448,9 +442,17 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kValueDim, kNarrow>::
   extern __shared__ __align__(1024) unsigned char shared[];
   using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, kLargeRows>;
   if (Block::Config::kLargeRowsApart && kLargeRows != (params.row_flags->has_large_row != 0)) return;
-  const KeyBlock block =
-      key_block<Block::kTileKeys, kPlanned>(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
-  if (block.exists) Block(params, block, shared).run();
+  if constexpr (kPlanned) {
+    bool first = true;
+    do {
+      const auto& next = Block::next_work(params, shared, first);
+      if (next.number == kNoMoreWorks) return;
+      Block(params, next.block, shared).run();
+      first = false;
+    } while (Block::kStays);
+  } else {
+    Block(params, key_block<Block::kTileKeys, false>(params, blockIdx.x), shared).run();
+  }
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/key_block.cuh"
+#include "cuda/attention/key_works.cuh"
 #include "cuda/attention/row_walk.cuh"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/tokens.cuh"
@@ -24,6 +25,16 @@ struct BackwardMemory {
   // Rings, indexed by a step's number: BackwardBlock::run says which steps have a slot at the same time.
   static constexpr int kStepSlots = 4, kFactSlots = 3, kWordSlots = 2;
 
+  // Whether a block stays for many works of a plan: where registers are short, the loop over them would spill some.
+  static constexpr bool kStays = kPlanned && !kRowBias && kHeadDim <= 192;
+
+  // A work that is looked up while the last steps of the one before are computed.
+  struct NextWork {
+    KeyBlock block;
+    int number;   // or kNoMoreWorks
+    int lookups;  // so many times look_up_work was called for it
+  };
+
   // What is the same for the whole block is here too: registers are short.
   struct Shared {
     RowFacts row_facts[kFactSlots][2 * kTileRows];  // of a step's rows: lse, then delta
@@ -39,8 +50,11 @@ struct BackwardMemory {
     int head;            // of the step
     bool has_large_row;  // of the call
     bool transforms;     // whether anything is done to scores before the softmax
+    NextWork next;       // planned
   };
   static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
+  // As many as may run at the same time, registers aside: a block without works costs a microsecond.
+  static constexpr int kBlocksPerProcessor = static_cast<int>(kWideSharedBytes / kSharedBytes);
 
   const BackwardParams& params;
   KeyTile keys;
@@ -50,6 +64,7 @@ struct BackwardMemory {
   Shared& shared;
   const KeyBlock& block;
 
+  // `own_block` may be that of the next work.
   __device__ BackwardMemory(const BackwardParams& params, const KeyBlock& own_block, unsigned char* memory)
       : params(params),
         keys{shared_address(memory)},
@@ -57,15 +72,52 @@ struct BackwardMemory {
         rows_address(values.address + static_cast<std::uint32_t>(Config::kValueBytes)),
         probabilities{rows_address + static_cast<std::uint32_t>(Config::kStages * Config::kRowBytes)},
         score_gradients{probabilities.address + static_cast<std::uint32_t>(Config::kScoreBytes)},
-        shared(*reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes)),
+        shared(shared_in(memory)),
         block(shared.block) {
     if (threadIdx.x == 0) {
       shared.block = own_block;
+      shared.next.lookups = 0;
       shared.existing = key_count(params.visibility, own_block.batch);
       shared.has_large_row = params.row_flags->has_large_row != 0;
       shared.transforms = params.score.transforms || shared.has_large_row;
     }
     __syncthreads();
+  }
+
+  __device__ static Shared& shared_in(unsigned char* memory) {
+    return *reinterpret_cast<Shared*>(memory + Config::kTileSharedBytes);
+  }
+
+  // Planned: takes the next work, and at the second call starts reading what it owns: each call has the time of a step
+  // until the next one. By one warp. First works are counted, too, as blocks may begin when others end.
+  __device__ static void look_up_work(const BackwardParams& params, NextWork& next) {
+    const int lane = static_cast<int>(threadIdx.x), lookups = next.lookups;
+    __syncwarp();
+    if (lookups == 0 && lane == 0) {
+      const int place = atomicAdd(params.works.taken, 1);
+      const int works = works_before<kTileKeys, true>(params, params.batch * params.key_heads);
+      next.number = place < works ? place : kNoMoreWorks;
+    }
+    if (lookups == 1 && next.number != kNoMoreWorks && lane < static_cast<int>(sizeof(KeyBlock) / 4)) {
+      const auto* source = reinterpret_cast<const std::uint32_t*>(&params.works.blocks[next.number]);
+      copy_async_4(shared_address(reinterpret_cast<std::uint32_t*>(&next.block) + lane), source + lane, true);
+    }
+    if (lane == 0) next.lookups = lookups + 1;
+    __syncwarp();
+  }
+
+  // The work that has been looked up. By all threads, when they are done with the one before. `first`: none was.
+  __device__ static const NextWork& next_work(const BackwardParams& params, unsigned char* memory, bool first) {
+    NextWork& next = shared_in(memory).next;
+    if (first && threadIdx.x < 32) {
+      if (threadIdx.x == 0) next.lookups = 0;
+      __syncwarp();
+      for (int lookup = 0; lookup < 2; ++lookup) look_up_work(params, next);
+    }
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+    return next;
   }
 
   __device__ int existing() const { return shared.existing; }
@@ -84,10 +136,13 @@ struct BackwardMemory {
     if (threadIdx.x >= 32) return;
     const Step step = shared.walk.next(params, block, existing());
     if (threadIdx.x == 0) shared.steps[number % kStepSlots] = step;
+    // Every walk ends with as many notes of no step as steps are noted ahead.
+    if (kStays && !step.exists()) look_up_work(params, shared.next);
   }
 
+  // The last threads begin, since the first warp starts the walk meanwhile.
   __device__ void read_key_facts() const {
-    for (int column = static_cast<int>(threadIdx.x); column < kTileKeys; column += kThreads) {
+    for (int column = kThreads - 1 - static_cast<int>(threadIdx.x); column < kTileKeys; column += kThreads) {
       int key = block.tile * kTileKeys + column;
       if (block.listed) {
         const ChunkKeys chunk_keys = params.plan.chunks[block.plan_chunk];

@@ -2,6 +2,7 @@
 // problem.
 #include "cuda/attention/backward_call.h"
 #include "cuda/attention/call.h"
+#include "cuda/attention/key_works.h"
 #include "cuda/device_kernels.h"
 #include "cuda/kernel_family.h"
 #include "cuda/sm80/launch.h"
@@ -53,6 +54,11 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
       return launch_backward<Element, kHeadDim, kValueDim>(params, planned, stream);
     });
   };
+  const BackwardTiles tiles = tiles_of(problem, gpu);
+  // These kernels gain more by ending together than by sharing rows in the cache.
+  const auto list_works = [&](const BackwardParams& params) {
+    return list_key_works(params, tiles.keys, kMostOrderedBlocks, stream);
+  };
   const auto launch_of_queries = [&](const BackwardParams& params, bool planned) {
     return by_types(problem, [&]<typename Element, int kHeadDim, int kValueDim>() {
       return launch_query_backward<Element, kHeadDim, kValueDim>(params, planned, stream);
@@ -63,8 +69,9 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
   };
   const BackwardKernels kernels = {.family = kSm80Family.name,
                                    .variant = variant_on(gpu),
-                                   .tiles = tiles_of(problem, gpu),
+                                   .tiles = tiles,
                                    .launch = launch,
+                                   .list_works = list_works,
                                    .launch_query_gradients = round_queries,
                                    .launch_query_backward = launch_of_queries};
   return run_backward(problem, gpu, kernels, workspace, stream);

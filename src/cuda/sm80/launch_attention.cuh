@@ -1,6 +1,9 @@
 // Definitions of the attention launchers, for instance.cu.
 #pragma once
 
+#include <algorithm>
+
+#include "cuda/attention/block_order.cuh"
 #include "cuda/launch_blocks.cuh"
 #include "cuda/sm80/backward.cuh"
 #include "cuda/sm80/forward.cuh"
@@ -36,14 +39,10 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
   using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   using Config = typename Block::Config;
   static_assert(Block::kSharedBytes <= (kNarrow ? kLeastSharedBytes : kWideSharedBytes));
-  const std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
-  BackwardParams ordered = params;
-  if constexpr (kPlanned) {
-    const cudaError_t error = order_key_blocks<Block>(&ordered, blocks, stream);
-    if (error != cudaSuccess) return error;
-  }
+  std::int64_t blocks = key_blocks<Config::kTileKeys, kPlanned>(params);
+  if (Block::kStays) blocks = std::min(blocks, std::int64_t{Block::kBlocksPerProcessor} * params.processors);
   const auto launch = [&](auto* kernel) {
-    return launch_blocks(kernel, {blocks, Config::kThreads, Block::kSharedBytes}, stream, ordered);
+    return launch_blocks(kernel, {blocks, Config::kThreads, Block::kSharedBytes}, stream, params);
   };
   const cudaError_t error = launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, false>);
   if constexpr (Config::kLargeRowsApart) {

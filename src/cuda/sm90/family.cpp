@@ -232,12 +232,16 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
       return sm90::launch_backward<Element, kHeadDim, kValueDim>(params, maps, planned, stream);
     });
   };
+  // No more works come longest first than run twice over, since blocks that run at the same time are to share rows, in
+  // the cache, which those of one key head do.
+  const int most_ordered = 2 * gpu.processors;
   const BackwardKernels kernels = {
       .family = kSm90Family.name,
       .variant = "",
       .tiles = tiles,
       .launch = launch,
-      .list_works = [&](const BackwardParams& params) { return list_key_works(params, tiles.keys, stream); },
+      .list_works =
+          [&](const BackwardParams& params) { return list_key_works(params, tiles.keys, most_ordered, stream); },
       .launch_query_gradients =
           [&](const BackwardParams& params) { return sm90::launch_query_gradients(problem, params, stream); }};
   return run_backward(problem, gpu, kernels, workspace, stream);

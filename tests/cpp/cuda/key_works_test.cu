@@ -108,7 +108,7 @@ class Launch {
         const auto units = [&](int chunk, int tile) {
           const auto row = plan * static_cast<std::size_t>(p.plan.chunk_count) + static_cast<std::size_t>(chunk);
           int any = 0;
-          for (int part = 0; part < kTileKeys / kPlanTileKeys; ++part) {
+          for (int part = 0; part < std::max(1, kTileKeys / kPlanTileKeys); ++part) {
             if (tile + part < 0 || tile + part >= p.plan.tiles) continue;
             any |= units_[row * static_cast<std::size_t>(p.plan.tiles) + static_cast<std::size_t>(tile + part)];
           }
@@ -135,7 +135,7 @@ class Launch {
           int visits = 0;
           for (int chunk = 0; chunk < p.plan.chunk_count; ++chunk) {
             if (chunks[chunk].first < 0) continue;
-            visits += units(chunk, (tile * kTileKeys - chunks[chunk].first) / kPlanTileKeys);
+            visits += units(chunk, tile * kTileKeys / kPlanTileKeys - chunks[chunk].first / kPlanTileKeys);
           }
           works.emplace_back(number, visits);
         }
@@ -247,7 +247,7 @@ class Launch {
                      order == Order::kLongestFirst ? static_cast<std::int32_t*>(last.get()) : nullptr,
                      static_cast<std::int32_t*>(taken.get())};
     if (order == Order::kTurns) params_.turns.queries = params_.works.taken;  // any address: they are not read
-    expect_success(list_key_works(params_, kTileKeys, nullptr));
+    expect_success(list_key_works(params_, kTileKeys, 2 * params_.processors, nullptr));
     const std::int64_t places = std::ssize(wanted);
     const DeviceMemory wanted_numbers(wanted), read(static_cast<std::size_t>(places) * sizeof(std::int32_t));
     auto* numbers = static_cast<std::int32_t*>(read.get());
@@ -275,6 +275,7 @@ void check_rounds(int seed) {
   }
 }
 
+TEST(KeyWorks, TilesOf32Keys) { check_rounds<32>(5); }
 TEST(KeyWorks, TilesOf64Keys) { check_rounds<64>(1); }
 TEST(KeyWorks, TilesOf128Keys) { check_rounds<128>(2); }
 
