@@ -28,39 +28,16 @@ SAYS_SO = "easured before results were kept"
 # Scripts whose figures differ in kind between machines: with AMX and without, with faster memory and slower, on two
 # GPUs and on four.
 SEVERAL_MACHINES = {"cpu_attention", "cpu_dynamic_mask", "gpu_attention", "gpu_distributed"}
+# Of gpu_attention, what only the file of an H200 has.
+OF_AN_H200 = {"batches", "sustained", "densities", "windows", "lengths", "model_lengths", "kept"}
+# What it says of Hopper's own kernels alone, and what is the same for every family of kernels.
+OF_HOPPER = {"dense", "tiles", "dynamic", "original", "sliding", "biases", "deterministic", "lists"}
+OF_EVERY_FAMILY = {"prepass", "selection", "decode"}
 # Cases that a file does not have: they failed, for reasons of their own, or came later.
 WITHOUT = {
     "2-x-nvidia-h200-gpu_distributed": {"strong", "weak"},  # which the file of four GPUs has
-    # Which that of an H200 has, and of its own kernels.
-    "nvidia-h200-sm80-kernels-gpu_attention": {
-        "dense",
-        "sliding",
-        "tiles",
-        "dynamic",
-        "original",
-        "biases",
-        "prepass",
-        "selection",
-        "decode",
-        "batches",
-        "deterministic",
-        "lists",
-        "sustained",
-        "densities",
-        "windows",
-        "lengths",
-        "model_lengths",
-        "kept",
-    },
-    "nvidia-h100-80gb-hbm3-gpu_attention": {
-        "batches",
-        "sustained",
-        "densities",
-        "windows",
-        "lengths",
-        "model_lengths",
-        "kept",
-    },
+    "nvidia-h200-sm80-kernels-gpu_attention": OF_AN_H200 | OF_HOPPER | OF_EVERY_FAMILY,
+    "nvidia-h100-80gb-hbm3-gpu_attention": OF_AN_H200,
 }
 
 
