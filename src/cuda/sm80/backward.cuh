@@ -382,19 +382,26 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
     if (!shared.steps[0].exists() && !block.stores) return;  // nothing to add
     this->load_row_facts(shared.steps[0], 0);
     this->load_row_facts(shared.steps[1], 1);
+    // Which rows of the first step see no key need not be known if all of the call's see some.
+    const bool exists = shared.steps[0].exists(), waits_for_facts = shared.has_unseen_row;
+    if (exists && !waits_for_facts) {
+      this->load_rows(shared.steps[0], 0, [&](int row) { return shared.steps[0].first_row() + row < params.rows; });
+    }
     commit_copies();
-    const int first_head = shared.steps[0].exists() ? shared.steps[0].head : block.first_head;
+    const int first_head = exists ? shared.steps[0].head : block.first_head;
     if (threadIdx.x == 0) shared.head = first_head;
     this->read_key_bias(first_head);
     this->load_keys();
     commit_copies();
-    wait_copies<1>();  // for the facts
-    __syncthreads();
-    if (shared.steps[0].exists()) {
-      this->load_step(shared.steps[0], 0, 0);
-      if constexpr (kPlanned) this->make_words(shared.steps[0], 0);
+    if (waits_for_facts) {
+      wait_copies<1>();
+      __syncthreads();
+      if (exists) this->load_step(shared.steps[0], 0, 0);
+      commit_copies();
     }
-    commit_copies();
+    if constexpr (kPlanned) {
+      if (exists) this->make_words(shared.steps[0], 0);
+    }
     for (int number = 0; shared.steps[number % kStepSlots].exists(); ++number) {
       const int word_slot = number % 2, stage = Config::kStages == 2 ? word_slot : 0;
       const auto slot_of = [&](int of) { return static_cast<int>(static_cast<unsigned>(of) % kFactSlots); };

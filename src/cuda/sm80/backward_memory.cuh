@@ -47,10 +47,10 @@ struct BackwardMemory {
     Walk walk;
     KeyBlock block;
     int existing;
-    int head;            // of the step
-    bool has_large_row;  // of the call
-    bool transforms;     // whether anything is done to scores before the softmax
-    NextWork next;       // planned
+    int head;                            // of the step
+    bool has_large_row, has_unseen_row;  // of the call
+    bool transforms;                     // whether anything is done to scores before the softmax
+    NextWork next;                       // planned
   };
   static constexpr std::size_t kSharedBytes = Config::kTileSharedBytes + sizeof(Shared);
   // As many as may run at the same time, registers aside: a block without works costs a microsecond.
@@ -79,6 +79,7 @@ struct BackwardMemory {
       shared.next.lookups = 0;
       shared.existing = key_count(params.visibility, own_block.batch);
       shared.has_large_row = params.row_flags->has_large_row != 0;
+      shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
       shared.transforms = params.score.transforms || shared.has_large_row;
     }
     __syncthreads();
@@ -194,12 +195,15 @@ struct BackwardMemory {
 
   // Queries and output gradients; the step's row facts are there. Rows that see no key are zeros, whatever they hold.
   __device__ void load_step(Step step, int stage, int slot) const {
+    load_rows(step, stage, [&](int row) { return shared.row_facts[slot][row] != INFINITY; });
+  }
+  template <typename Sees>
+  __device__ void load_rows(Step step, int stage, Sees sees) const {
     const TokenRows sources[] = {rows_of(params.query, block.batch, step.head, step.first_row()),
                                  rows_of(params.dout, block.batch, step.head, step.first_row())};
     load_row_pairs<kTileRows, kThreads>(
         static_cast<int>(threadIdx.x), queries(stage), output_gradients(stage), sources,
-        [&](int row) { return shared.row_facts[slot][row] != INFINITY ? row : -1; },
-        {params.head_dim, params.value_dim}, params.aligned);
+        [&](int row) { return sees(row) ? row : -1; }, {params.head_dim, params.value_dim}, params.aligned);
   }
 
   __device__ void make_words(Step step, int slot) const {
