@@ -193,10 +193,11 @@ struct BackwardMemory {
                   params.row_facts + tile * (2 * kTileRows) + 4 * thread, true);
   }
 
-  // Queries and output gradients; the step's row facts are there. Rows that see no key are zeros, whatever they hold.
+  // Queries and output gradients; the step's row facts are there.
   __device__ void load_step(Step step, int stage, int slot) const {
     load_rows(step, stage, [&](int row) { return shared.row_facts[slot][row] != INFINITY; });
   }
+  // The same: of rows for which `sees` is false, as they see no key or do not exist, zeros, whatever they hold.
   template <typename Sees>
   __device__ void load_rows(Step step, int stage, Sees sees) const {
     const TokenRows sources[] = {rows_of(params.query, block.batch, step.head, step.first_row()),

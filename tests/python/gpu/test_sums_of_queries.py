@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.devices("cuda")
 
-BATCH, HEADS, KEY_HEADS, TOKENS = 4, 8, 4, 1024  # 8 MiB of sums at head dim 64
+BATCH, HEADS, KEY_HEADS, TOKENS = 4, 8, 4, 1024  # 16 MiB of sums at head dim 128, from which on dquery may be stored
 
 
 def tiles() -> Tensor:
