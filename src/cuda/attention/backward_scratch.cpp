@@ -48,11 +48,11 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   if (problem.dquery.defined() && (!deterministic || takes_turns())) {
     dquery_sums = arena->take_aligned<float>(static_cast<std::size_t>(dquery_colors) * row_count * bucket, kLineBytes);
     const std::size_t sum_bytes = row_count * bucket * sizeof(float);
-    if (tiles.stores_queries && prepared.planned && !takes_turns() && sum_bytes >= kLeastStoredBytes) {
+    if (tiles.stored_share > 0 && prepared.planned && !takes_turns() && sum_bytes >= kLeastStoredBytes) {
       const DevicePlan& plan = prepared.plan;
       const std::int64_t plans = (plan.per_batch ? problem.batch : 1) * plan.plan_heads;
       met_once.tiles = arena->take<std::uint32_t>(static_cast<std::size_t>(plans * plan.chunk_count));
-      met_once.row_tile = tiles.rows, met_once.tile_keys = tiles.keys;
+      met_once.row_tile = tiles.rows, met_once.tile_keys = tiles.keys, met_once.least_share = tiles.stored_share;
       if (counters != nullptr) met_once.visits = counters->visits;
     }
   }

@@ -18,9 +18,9 @@ namespace flash_dmattn::internal::cuda {
 struct BackwardTiles {
   int rows, keys;
   int stays_on = 0;
-  bool stores_queries = false;  // of rows that one block of keys alone meets (MetOnceTiles)
-  int value_columns = 0;        // of sums of dvalue
-  int own_blocks = 1;           // so many blocks, each on its multiprocessor, own a tile of keys together
+  int stored_share = 0;   // as MetOnceTiles::least_share; 0: there are no kernels that store them
+  int value_columns = 0;  // of sums of dvalue
+  int own_blocks = 1;     // so many blocks, each on its multiprocessor, own a tile of keys together
   bool stays() const { return stays_on > 0; }
 };
 

@@ -9,11 +9,11 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Whether blocks store dquery of such tiles. Works that have some take two kinds of steps, which is worth it from about
-// this share of all steps on; measured.
+// Whether blocks store dquery of such tiles. Works that have some take two kinds of steps, which is worth it from some
+// share of all steps on.
 __device__ inline bool stores_queries(const MetOnceTiles& met_once) {
-  constexpr unsigned long long kLeastShare = 24;  // one step in so many
-  return met_once.tiles != nullptr && met_once.visits[1] * kLeastShare >= met_once.visits[0];
+  const auto least_share = static_cast<unsigned long long>(met_once.least_share);
+  return met_once.tiles != nullptr && met_once.visits[1] * least_share >= met_once.visits[0];
 }
 
 // Of chunk `plan_chunk` of the plan, whether the tile that begins at row `first_row` is met once.

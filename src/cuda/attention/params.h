@@ -102,6 +102,7 @@ struct MetOnceTiles {
   // How often any tile of rows is met by a tile of keys, and how many are met once; were 0.
   unsigned long long* visits = nullptr;
   std::int32_t row_tile = 0, tile_keys = 0;
+  std::int32_t least_share = 0;  // blocks store them if at least one visit in so many is to one that is met once
 };
 
 struct AttentionParams {

@@ -16,11 +16,11 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// kLargeRows: the kernel for calls with large rows, where they have one.
+// kLargeRows: the kernel for calls with large rows, where they have one. kStoresQueries: as in BackwardMemory.
 template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow,
-          bool kLargeRows = false>
-struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow> {
-  using Memory = BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
+          bool kLargeRows = false, bool kStoresQueries = false>
+struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, kStoresQueries> {
+  using Memory = BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, kStoresQueries>;
   using Memory::keys, Memory::values, Memory::queries, Memory::output_gradients;
   using Memory::kStays;
   using Memory::kStepSlots, Memory::kFactSlots;
@@ -48,7 +48,8 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
   using Memory::Memory;
 
   // Where registers are short, what depends on the thread is made anew wherever it is needed: kept, it would take some.
-  static constexpr bool kKeepsOrigin = Config::kKeepsOrigin && !kRowBias && !kLargeRows;
+  static constexpr bool kKeepsOrigin =
+      Config::kKeepsOrigin && !kRowBias && !kLargeRows && !(kStoresQueries && kHeadDim == 128);
   __device__ static int thread_index() {
     return kKeepsOrigin ? static_cast<int>(threadIdx.x) : recomputed(static_cast<int>(threadIdx.x));
   }
@@ -254,6 +255,28 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
     }
   }
 
+  // Those of rows that no other step meets: dquery itself.
+  __device__ void store_query_gradients(const QueryGradients& dqueries, Step step) const {
+    // Worked out here: there are no registers to keep it in.
+    const int thread = recomputed(static_cast<int>(threadIdx.x)), lane = thread % 32, own_warp = thread / 32;
+    const int first_row = step.first_row() + own_warp % Config::kQueryRowWarps * kQueryRows + lane / 4,
+              first_column = own_warp / Config::kQueryRowWarps * kQueryDims + 2 * (lane % 4);
+    const TokenView& dquery = params.dquery;
+    auto* target = static_cast<std::uint16_t*>(dquery.data) + block.batch * dquery.batch_stride +
+                   step.head * dquery.head_stride + first_row * dquery.token_stride + first_column;
+#pragma unroll
+    for (int i = 0; i < kQueryRows / 8; ++i, target += 8 * dquery.token_stride) {
+      if (first_row + 8 * i >= params.rows) break;
+#pragma unroll
+      for (int n = 0; n < kQueryDims / 8; ++n) {
+        if (first_column + 8 * n >= params.head_dim) break;
+        const float* pair = pair_at(dqueries, i, n);
+        *reinterpret_cast<std::uint32_t*>(target + 8 * n) =
+            pack<Element>(pair[0] * params.score.scale, pair[1] * params.score.scale);
+      }
+    }
+  }
+
   // Of large rows scores become their distances from lse.
   __device__ void subtract_large_rows(Scores& scores, Step step, int slot) const {
     const Origin origin(recomputed(static_cast<int>(threadIdx.x)));
@@ -324,7 +347,11 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
       gemm_from_shared<Element, kTileKeys, Depth::kAlongRows, Depth::kAlongColumns, Config::kGradientAhead>(
           dqueries, score_gradients, warp() % Config::kQueryRowWarps * kQueryRows, keys,
           warp() / Config::kQueryRowWarps * kQueryDims);
-      add_query_gradients(dqueries, step);
+      if (kStoresQueries && shared.is_met_once) {
+        store_query_gradients(dqueries, step);
+      } else {
+        add_query_gradients(dqueries, step);
+      }
     }
   }
 
@@ -408,6 +435,7 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
       wait_copies<0>();
       __syncthreads();
       this->note_step(number + 3);
+      if (kStoresQueries && threadIdx.x == 0) shared.is_met_once = shared.steps[number % kStepSlots].is_met_once;
       if constexpr (!kRowBias) {
         const int head = shared.head, next_head = shared.steps[number % kStepSlots].head;
         if (next_head != head) {
@@ -443,12 +471,15 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
   }
 };
 
-template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow, bool kLargeRows>
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow, bool kLargeRows,
+          bool kStoresQueries>
 __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kValueDim, kNarrow>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, kLargeRows>;
+  using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, kLargeRows, kStoresQueries>;
+  // Of the kernels that are launched for a call, all but one end at once.
   if (Block::Config::kLargeRowsApart && kLargeRows != (params.row_flags->has_large_row != 0)) return;
+  if (Block::kMayStoreQueries && !kLargeRows && kStoresQueries != stores_queries(params.met_once)) return;
   if constexpr (kPlanned) {
     bool first = true;
     do {

@@ -36,6 +36,10 @@ struct BackwardConfig {
   // Whether calls with large rows have a kernel of their own: where the loop has no registers left to ask for them.
   static constexpr bool kLargeRowsApart = kHeadDim == 64;
   static constexpr int kGradientAhead = 2;
+  // As sm90's (sm90/backward_config.h): these kernels gain by it where a third of the steps are such, not where a tenth
+  // are.
+  static constexpr int kStoredShare = kHeadDim <= 128 ? 6 : 0;
+  static constexpr bool kMayStoreQueries = kStoredShare > 0;
   static constexpr int kWords = kTileRows / kWordRows;
 
   static constexpr std::size_t kKeyBytes = std::size_t{kTileKeys} * kHeadDim * 2;

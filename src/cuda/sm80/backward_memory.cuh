@@ -4,6 +4,7 @@
 
 #include "cuda/attention/key_block.cuh"
 #include "cuda/attention/key_works.cuh"
+#include "cuda/attention/met_once.cuh"
 #include "cuda/attention/row_walk.cuh"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/tokens.cuh"
@@ -12,7 +13,9 @@
 
 namespace flash_dmattn::internal::cuda {
 
-template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow>
+// kStoresQueries: the kernel for calls that store dquery of rows that are met once (MetOnceTiles).
+template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRowBias, bool kNarrow,
+          bool kStoresQueries>
 struct BackwardMemory {
   using Config = BackwardConfig<kHeadDim, kValueDim, kNarrow>;
   static constexpr int kTileRows = Config::kTileRows, kTileKeys = Config::kTileKeys, kThreads = Config::kThreads;
@@ -27,6 +30,13 @@ struct BackwardMemory {
 
   // Whether a block stays for many works of a plan: where registers are short, the loop over them would spill some.
   static constexpr bool kStays = kPlanned && !kRowBias && kHeadDim <= 192;
+
+  // Whether there are kernels that store dquery of rows that are met once.
+  static constexpr bool kMayStoreQueries = kStays && Config::kMayStoreQueries;
+
+  struct NotedStep : Step {
+    bool is_met_once;
+  };
 
   // A work that is looked up while the last steps of the one before are computed.
   struct NextWork {
@@ -43,12 +53,14 @@ struct BackwardMemory {
     float bias[kTileKeys];                           // if it is the same for every row
     float dbias[Config::kScoreRowWarps][kTileKeys];  // likewise; each row of warps adds to a part of its own
     std::uint32_t words[kWordSlots][Config::kWords][kTileKeys];
-    Step steps[kStepSlots];
+    NotedStep steps[kStepSlots];
     Walk walk;
     KeyBlock block;
     int existing;
     int head;                            // of the step
     bool has_large_row, has_unseen_row;  // of the call
+    bool stores_queries;                 // likewise: where rows are met once
+    bool is_met_once;                    // of the step, for its last product: no register holds it until then
     bool transforms;                     // whether anything is done to scores before the softmax
     NextWork next;                       // planned
   };
@@ -80,6 +92,7 @@ struct BackwardMemory {
       shared.existing = key_count(params.visibility, own_block.batch);
       shared.has_large_row = params.row_flags->has_large_row != 0;
       shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
+      shared.stores_queries = kStoresQueries && stores_queries(params.met_once);
       shared.transforms = params.score.transforms || shared.has_large_row;
     }
     __syncthreads();
@@ -132,11 +145,17 @@ struct BackwardMemory {
 
   __device__ int row_tiles() const { return (params.rows + kTileRows - 1) / kTileRows; }
 
+  __device__ bool is_met_once(const Step& step) const {
+    if (!kStoresQueries || !shared.stores_queries || !step.exists()) return false;
+    const int first_row = step.first_row(), chunk = first_row / kChunkRows;
+    return internal::cuda::is_met_once(params.met_once, block.plan_chunk + chunk - block.first_chunk, first_row);
+  }
+
   // By one warp.
   __device__ void note_step(int number) const {
     if (threadIdx.x >= 32) return;
     const Step step = shared.walk.next(params, block, existing());
-    if (threadIdx.x == 0) shared.steps[number % kStepSlots] = step;
+    if (threadIdx.x == 0) shared.steps[number % kStepSlots] = {step, is_met_once(step)};
     // Every walk ends with as many notes of no step as steps are noted ahead.
     if (kStays && !step.exists()) look_up_work(params, shared.next);
   }

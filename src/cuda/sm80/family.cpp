@@ -40,8 +40,12 @@ Status forward(const ForwardProblem& problem, const Gpu& gpu, void* workspace, c
   return launches.status();
 }
 
-BackwardTiles tiles_of(const AttentionProblem& problem, const Gpu& gpu) {
-  return backward_tiles(problem, gpu.shared_limit);
+BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
+  BackwardTiles tiles = backward_tiles(problem, gpu.shared_limit);
+  // Kernels for a bias that differs by row have no registers for that.
+  const bool has_row_bias = problem.bias.defined() && problem.bias.rows > 1;
+  if (has_row_bias || !has_whole_pieces(problem)) tiles.stored_share = 0;
+  return tiles;
 }
 
 Status arrange_backward(const BackwardProblem& problem, const Gpu& gpu, std::size_t* bytes) {
@@ -65,7 +69,7 @@ Status backward(const BackwardProblem& problem, const Gpu& gpu, void* workspace,
     });
   };
   const auto round_queries = [&](const BackwardParams& params) {
-    return launch_query_gradients(problem, gpu.shared_limit, params.dquery_sums, stream);
+    return launch_query_gradients(problem, gpu.shared_limit, params, stream);
   };
   const BackwardKernels kernels = {.family = kSm80Family.name,
                                    .variant = variant_on(gpu),

@@ -20,8 +20,8 @@ cudaError_t launch_query_backward(const BackwardParams& params, bool planned, cu
 // The backward's tiles: those of GPUs with little shared memory are narrow.
 BackwardTiles backward_tiles(const AttentionProblem& problem, std::size_t shared_limit);
 
-// dquery from the sums that launch_backward left, which lie as its threads' registers do.
-cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t shared_limit, const float* sums,
-                                   cudaStream_t stream);
+// dquery from the sums that launch_backward left, which lie as its threads' registers do, but for what it has stored.
+cudaError_t launch_query_gradients(const BackwardProblem& problem, std::size_t shared_limit,
+                                   const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace flash_dmattn::internal::cuda

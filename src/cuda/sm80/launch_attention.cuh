@@ -44,11 +44,18 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, cudaStream_t st
   const auto launch = [&](auto* kernel) {
     return launch_blocks(kernel, {blocks, Config::kThreads, Block::kSharedBytes}, stream, params);
   };
-  const cudaError_t error = launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, false>);
+  // Which of these has something to do, only the device knows.
+  constexpr bool kMayStore = Block::kMayStoreQueries;
+  cudaError_t error = launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, false, false>);
+  if constexpr (kMayStore) {
+    if (error == cudaSuccess && params.met_once.tiles != nullptr) {
+      error = launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, false, true>);
+    }
+  }
   if constexpr (Config::kLargeRowsApart) {
-    // One of the two ends at once: which one only the device knows.
-    if (error == cudaSuccess)
-      return launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, true>);
+    if (error == cudaSuccess) {
+      error = launch(backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, true, kMayStore>);
+    }
   }
   return error;
 }

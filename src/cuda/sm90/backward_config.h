@@ -44,8 +44,10 @@ struct BackwardConfig {
   // measured.
   static constexpr bool kHidesPacked = kHeadDim > 64;
 
-  // Whether dquery of rows that one tile of keys alone meets may be stored. Wide heads gain nothing by it.
-  static constexpr bool kMayStoreQueries = !kSplitsGradients;
+  // From which share of such steps on (MetOnceTiles::least_share) dquery of rows that one tile of keys alone meets is
+  // stored; measured. Wide heads gain nothing by it.
+  static constexpr int kStoredShare = kSplitsGradients ? 0 : 24;
+  static constexpr bool kMayStoreQueries = kStoredShare > 0;
 
   // Of producers, if they have the registers: whether L2 is told that keys are read once, whether most warps look the
   // next work up before consumers are told of the end of the one before, whether words of a packed mask are read for

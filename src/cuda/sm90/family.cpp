@@ -186,7 +186,7 @@ BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
       return BackwardTiles{.rows = Config::kTileRows,
                            .keys = blocks * Config::kTileKeys,
                            .stays_on = gpu.processors,
-                           .stores_queries = Config::kMayStoreQueries,
+                           .stored_share = Config::kStoredShare,
                            .value_columns = Config::kValueDim,
                            .own_blocks = blocks};
     });
