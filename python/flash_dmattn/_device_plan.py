@@ -15,6 +15,7 @@ _UNIT_ROWS = 64
 _LIST_TILE = 64
 _LEAST_CAPACITY = 4096
 _CAPACITY_SHARE = 4  # plan_shape: a list has room for a quarter of the keys
+_COPIES = 2  # PlanShape::copies of lists of keys per query
 # Bytes: of elements, and what every array is rounded up to (Arena::kAlignment in src/plan/arena.h).
 _CHUNK_KEYS = 8
 _INT32 = 4
@@ -43,14 +44,15 @@ def plan_size(query: Tensor, key: Tensor, visibility: Visibility) -> int:
         plan_batches = batch
     row_chunks = _divide_up(rows, _CHUNK_ROWS)
     chunks = plan_batches * plan_heads * row_chunks
-    longest = torch.sym_max(keys // _CAPACITY_SHARE, _LEAST_CAPACITY)
+    longest, copies = torch.sym_max(keys // _CAPACITY_SHARE, _LEAST_CAPACITY), 1
     if visibility.interval_begin is not None and visibility.interval_window != 0:
         longest = visibility.interval_window + _CHUNK_ROWS
     if indices is not None:
-        longest = keys
+        longest, copies = keys, _COPIES
     tile_pair = 2 * _LIST_TILE
-    capacity = tile_pair * torch.sym_min(_divide_up(torch.sym_min(longest, keys), tile_pair), _INT32_MAX // tile_pair)
-    tiles = 2 * _divide_up(keys, tile_pair)
+    listed = copies * (_divide_up(torch.sym_min(longest, keys), tile_pair) + copies - 1)
+    capacity = tile_pair * torch.sym_min(listed, _INT32_MAX // tile_pair)
+    tiles = torch.sym_max(2 * _divide_up(keys, tile_pair), capacity // _LIST_TILE)
     arrays = [  # in bytes, as DevicePlan names them
         _CHUNK_KEYS * chunks,  # chunks
         _INT32 * chunks * capacity,  # keys

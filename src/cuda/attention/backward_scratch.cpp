@@ -26,7 +26,8 @@ constexpr std::size_t kLeastStoredBytes = std::size_t{16} << 20;
 
 void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles family_tiles, Arena* arena) {
   tiles = family_tiles;
-  prepared.arrange(problem, arena);
+  // Works add to a key's sums in the order of lists, but those of one list at the same time.
+  prepared.arrange(problem, arena, problem.deterministic);
   const auto bucket = static_cast<std::size_t>(bucket_of(wider_head_dim(problem)));
   deterministic = problem.deterministic;
   const std::int64_t row_tiles = problem.batch * problem.heads * ((problem.rows + tiles.rows - 1) / tiles.rows);
@@ -42,7 +43,12 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   if (tiles.stays() && !takes_turns() && !prepared.planned) arrange_tile_order(problem, arena);
   const std::int64_t keys = problem.batch * problem.key_heads * problem.keys;
   key_sums.tile_keys = tiles.keys;
-  if (prepared.planned) key_sums.marks = arena->take<std::uint8_t>(static_cast<std::size_t>(keys));
+  if (prepared.planned) {
+    share_marks(problem, prepared.plan, &key_sums);
+    const std::int64_t batches = key_sums.marks_per_batch ? problem.batch : 1;
+    const std::int64_t rows = batches * problem.key_heads / key_sums.mark_heads;
+    key_sums.marks = arena->take<std::uint8_t>(static_cast<std::size_t>(rows * problem.keys));
+  }
   if (problem.dbias.defined()) arrange_bias(problem, arena);
   cleared_bytes = arena->used() - before;
   if (problem.dquery.defined() && (!deterministic || takes_turns())) {

@@ -54,15 +54,22 @@ struct KeySums {
   }
   __device__ std::int64_t key_stride(int columns) const { return std::int64_t{heads} * columns; }
   __device__ std::int64_t color_stride(int columns) const { return batch * keys * key_stride(columns); }
+  // Which marks are those of a key head, and how many there are of all.
+  __host__ __device__ std::int64_t mark_row(int at_batch, int head) const {
+    return (sums.marks_per_batch ? at_batch : 0) * mark_heads() + head / sums.mark_heads;
+  }
+  __host__ __device__ int mark_heads() const { return heads / sums.mark_heads; }
+  __host__ __device__ int mark_rows() const { return (sums.marks_per_batch ? batch : 1) * mark_heads(); }
   // Which of the thread's next kMarks keys of the slab have sums, a bit each, from key `first` on.
   static constexpr int kMarks = 16;
   __device__ std::uint32_t marked(const Slab& at, int first) const {
     std::uint32_t bits = 0;
+    const std::uint8_t* own = sums.marks + mark_row(at.batch, at.head) * keys + at.first_key;
 #pragma unroll
     for (int i = 0; i < kMarks; ++i) {
       const int key = first + i * key_step();
       if (key >= at.keys) continue;
-      if (sums.marks == nullptr || sums.marks[at.pair * keys + at.first_key + key] != 0) bits |= 1u << i;
+      if (sums.marks == nullptr || own[key] != 0) bits |= 1u << i;
     }
     return bits;
   }
@@ -78,32 +85,43 @@ __device__ bool has_list(const DevicePlan& plan, const KeySums& all, int batch, 
   return __syncthreads_or(has) != 0;
 }
 
-// A block for each chunk of each of the `plans` of a key head's query heads.
+// `parts` blocks for each chunk of each of the `plans` that are marked together.
 __global__ void __launch_bounds__(kThreads)
-    mark_keys_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all, int plans,
+    mark_keys_kernel(const __grid_constant__ DevicePlan plan, const __grid_constant__ KeySums all, int plans, int parts,
                      const __grid_constant__ MetOnceTiles met_once) {
   begin_dependent_kernel();
   const auto chunks = static_cast<unsigned>(plan.chunk_count);
-  const int chunk = static_cast<int>(blockIdx.x % chunks), share = static_cast<int>(blockIdx.x / chunks);
-  const int pair = share / plans, head = pair % all.heads * all.group + share % plans;
-  const std::int64_t entry = plan.first_chunk(pair / all.heads, head) + chunk;
+  const int chunk = static_cast<int>(blockIdx.x % chunks), part = static_cast<int>(blockIdx.x / chunks) % parts,
+            share = static_cast<int>(blockIdx.x / chunks) / parts;
+  const int own = part * kThreads + static_cast<int>(threadIdx.x), step = parts * kThreads;
+  const int row = share / plans, batch = row / all.mark_heads(), head = row % all.mark_heads() * all.sums.mark_heads;
+  const std::int64_t entry = plan.first_chunk(batch, head * all.group + share % plans) + chunk;
   const ChunkKeys keys = plan.chunks[entry];
-  std::uint8_t* marks = all.sums.marks + pair * all.keys;
+  std::uint8_t* marks = all.sums.marks + row * all.keys;
   if (keys.first < 0) {
     const std::int32_t* listed = plan.keys + entry * plan.capacity;
 #pragma unroll 4
-    for (int index = static_cast<int>(threadIdx.x); index < keys.count; index += kThreads) marks[listed[index]] = 1;
+    for (int index = own; index < keys.count; index += step) {
+      const std::int32_t key = listed[index];
+      if (key >= 0) marks[key] = 1;
+    }
   } else if (keys.count > 0) {
     // Whole tiles, as those that own them add up what they have of all their keys.
     const int tile = all.sums.tile_keys;
     const std::int64_t first = keys.first / tile * tile;
     const std::int64_t past = std::int64_t{(keys.first + keys.count - 1) / tile + 1} * tile;
-    for (std::int64_t key = first + threadIdx.x; key < min(past, all.keys); key += kThreads) marks[key] = 1;
+    for (std::int64_t key = first + own; key < min(past, all.keys); key += step) marks[key] = 1;
   }
+  if (part > 0) return;
   if (met_once.tiles != nullptr) find_met_once<kThreads>(met_once, plan, entry);
   if (chunk == 0 && all.sums.stored != nullptr) {
-    const bool stored = !has_list(plan, all, pair / all.heads, pair % all.heads);
-    if (threadIdx.x == 0) all.sums.stored[pair] = stored;
+    const bool stored = !has_list(plan, all, batch, head);
+    // Of all key heads that have these marks.
+    const int end_batch = all.sums.marks_per_batch ? batch + 1 : all.batch;
+    for (int other = batch; other < end_batch; ++other) {
+      std::uint8_t* flags = all.sums.stored + other * all.heads + head;
+      for (int i = static_cast<int>(threadIdx.x); i < all.sums.mark_heads; i += kThreads) flags[i] = stored;
+    }
   }
 }
 
@@ -277,13 +295,23 @@ std::int64_t slabs_of(const KeySums& all) {
 
 }  // namespace
 
+void share_marks(const BackwardProblem& problem, const DevicePlan& plan, KeyGradientSums* sums) {
+  const std::int64_t group = std::max<std::int64_t>(problem.group(), 1), heads = plan.head_divisor / group;
+  if (heads == 0 || plan.head_divisor % group != 0) return;  // query heads of a key head differ
+  sums->marks_per_batch = plan.per_batch;
+  sums->mark_heads = static_cast<std::int32_t>(heads);
+}
+
 cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& plan, const KeyGradientSums& sums,
                              const MetOnceTiles& met_once, cudaStream_t stream) {
   const std::int64_t group = problem.group(), plans = plan.head_divisor < group ? group : 1;
-  const LaunchShape shape = {.blocks = problem.batch * problem.key_heads * plans * plan.chunk_count,
-                             .threads = kThreads,
-                             .is_dependent = true};
-  return launch_blocks(mark_keys_kernel, shape, stream, plan, key_sums_of(problem, sums), static_cast<int>(plans),
+  // Where rows choose for themselves lists may be long: of 64k keys they took a block 70 us.
+  constexpr std::int64_t kPartKeys = 8192, kMostParts = 8;
+  const std::int64_t parts = std::clamp<std::int64_t>(plan.capacity / kPartKeys, 1, kMostParts);
+  const KeySums all = key_sums_of(problem, sums);
+  const LaunchShape shape = {
+      .blocks = all.mark_rows() * plans * plan.chunk_count * parts, .threads = kThreads, .is_dependent = true};
+  return launch_blocks(mark_keys_kernel, shape, stream, plan, all, static_cast<int>(plans), static_cast<int>(parts),
                        met_once);
 }
 

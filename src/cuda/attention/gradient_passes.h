@@ -18,9 +18,14 @@ struct KeyGradientSums {
   int key_columns = 0, value_columns = 0;    // the latter are no more
   int colors = 1;
   int tile_keys = 1;               // a block of the backward owns so many keys, and adds up what it has of all of them
-  std::uint8_t* marks = nullptr;   // (B, Hkv, Sk), 1: the key has sums; null: all do
+  std::uint8_t* marks = nullptr;   // (B or 1, Hkv / mark_heads, Sk), 1: the key has sums; null: all do
+  bool marks_per_batch = true;     // those of all batch elements are the same otherwise
+  std::int32_t mark_heads = 1;     // so many neighbouring key heads have the same
   std::uint8_t* stored = nullptr;  // (B, Hkv), 1: nothing is added up, gradients are there already; null: of no head
 };
+
+// How key heads share marks whose query heads have the same plan.
+void share_marks(const BackwardProblem& problem, const DevicePlan& plan, KeyGradientSums* sums);
 
 // Marks the keys of the plan's chunks, lists and tiles of ranges; marks were 0. `stored`, if there is one, is told of
 // heads for which no chunk of the plan has a list. Finds tiles of rows that are met once, if these are wanted.

@@ -1,6 +1,9 @@
 #include "cuda/attention/key_works.h"
 
+#include <algorithm>
 #include <climits>
+#include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/block_order.cuh"
 #include "cuda/attention/key_works.cuh"
@@ -12,8 +15,12 @@ namespace flash_dmattn::internal::cuda {
 namespace {
 
 constexpr int kThreads = kMostOrderedBlocks;
-// Where works of so many entries begin is kept in shared memory, too: else each work is found by a chain of reads.
+// Where works of so many entries begin is kept in shared memory, too: else each work is found by a chain of reads, and
+// by one block.
 constexpr int kMostKeptEntries = 4096;
+// Of tiles of keys that a launch may have, so many at least are a block's to describe: where rows choose for themselves
+// one block took 240 us for 20,000 works.
+constexpr std::int64_t kBlockTiles = 4096, kMostBlocks = 16;
 
 // Tiles of an entry that are works: neighbours.
 struct Tiles {
@@ -50,21 +57,26 @@ __device__ Tiles works_of(const BackwardParams& params, int entry) {
   return {first / kTileKeys, (end + kTileKeys - 1) / kTileKeys - first / kTileKeys};
 }
 
-// What a work is. `kept`: a copy of params.works.starts, if the entries are few enough.
+// Copies of params.works.starts and first_tiles, if the entries are few enough.
+struct KeptEntries {
+  std::int32_t starts[kMostKeptEntries], first_tiles[kMostKeptEntries];
+};
+
+// What a work is.
 template <int kTileKeys>
-__device__ KeyBlock block_of(const BackwardParams& params, const std::int32_t (&kept)[kMostKeptEntries], int work) {
+__device__ KeyBlock block_of(const BackwardParams& params, const KeptEntries& kept, int work) {
   // The last entry that begins at the work or before has it, since an entry without works begins where the next one
   // does.
   const KeyWorks& works = params.works;
   int entry = 0, end = key_work_entries(params);
   const bool keeps = end <= kMostKeptEntries;
-  const auto start_of = [&](int other) { return keeps ? kept[other] : works.starts[other]; };
+  const auto start_of = [&](int other) { return keeps ? kept.starts[other] : works.starts[other]; };
   while (end - entry > 1) {
     const int middle = (entry + end) / 2;
     (start_of(middle) <= work ? entry : end) = middle;
   }
-  const int lists = key_work_lists(params), list = entry % lists,
-            tile = works.first_tiles[entry] + work - start_of(entry);
+  const int lists = key_work_lists(params), list = entry % lists;
+  const int tile = (keeps ? kept.first_tiles[entry] : works.first_tiles[entry]) + work - start_of(entry);
   const int key_tiles = range_tiles<kTileKeys>(params), list_tiles = params.plan.capacity / kTileKeys;
   const int tiles = key_tiles + list_tiles * (lists - 1), first = list == 0 ? 0 : key_tiles + (list - 1) * list_tiles;
   return key_block<kTileKeys, true>(params, static_cast<unsigned>(entry / lists * tiles + first + tile));
@@ -92,13 +104,16 @@ __device__ int sum_before(int own, int* total) {
   return before + sum - own;
 }
 
-// By one block.
+// Every block finds out where works begin. The first one writes that down, puts the last works in order and describes
+// them; the others, if there are any, describe the works before.
 template <int kTileKeys>
 __global__ void __launch_bounds__(kThreads)
     list_key_works_kernel(const __grid_constant__ BackwardParams params, int most_ordered) {
-  __shared__ std::int32_t kept_starts[kMostKeptEntries];
+  __shared__ KeptEntries kept;
   begin_dependent_kernel();
   const int entries = key_work_entries(params), thread = static_cast<int>(threadIdx.x);
+  const int block = static_cast<int>(blockIdx.x), blocks = entries <= kMostKeptEntries ? gridDim.x : 1;
+  if (block >= blocks) return;
   const KeyWorks& list = params.works;
   int works = 0;
   for (int first = 0; first < entries; first += kThreads) {
@@ -107,39 +122,47 @@ __global__ void __launch_bounds__(kThreads)
     int total;
     const int before = sum_before(tiles.count, &total);
     if (entry < entries) {
-      list.starts[entry] = works + before, list.first_tiles[entry] = tiles.first;
-      if (entry < kMostKeptEntries) kept_starts[entry] = works + before;
+      if (block == 0) list.starts[entry] = works + before, list.first_tiles[entry] = tiles.first;
+      if (entry < kMostKeptEntries) kept.starts[entry] = works + before, kept.first_tiles[entry] = tiles.first;
     }
     works += total;
   }
-  if (thread == 0) list.starts[entries] = works, *list.taken = 0;
+  if (block == 0 && thread == 0) list.starts[entries] = works, *list.taken = 0;
   __syncthreads();
   const int ordered = list.last == nullptr ? 0 : min(most_ordered, kMostOrderedBlocks);
   const int count = min(works, ordered), first_ordered = works - count;
-  if (count > 0) {
+  const bool describes_last = block == 0;
+  if (describes_last && count > 0) {
     order_last_blocks(count, list.last, [&](int index, int lane, int lanes) {
-      const KeyBlock block = block_of<kTileKeys>(params, kept_starts, first_ordered + index);
-      return RowWalk<kUnitRows, kTileKeys, true>::visits(params, block, lane, lanes);
+      const KeyBlock last = block_of<kTileKeys>(params, kept, first_ordered + index);
+      return RowWalk<kUnitRows, kTileKeys, true>::visits(params, last, lane, lanes);
     });
     __syncthreads();
   }
-  for (int place = thread; place < works; place += kThreads) {
+  const int others = blocks - 1, begin = !describes_last ? (block - 1) * kThreads : others > 0 ? first_ordered : 0;
+  const int end = describes_last ? works : first_ordered, step = max(1, others) * kThreads;
+  for (int place = begin + thread; place < end; place += describes_last ? kThreads : step) {
     const int work = place < first_ordered ? place : first_ordered + list.last[place - first_ordered];
-    list.blocks[place] = block_of<kTileKeys>(params, kept_starts, work);
+    list.blocks[place] = block_of<kTileKeys>(params, kept, work);
   }
 }
 
 }  // namespace
 
 cudaError_t list_key_works(const BackwardParams& params, int tile_keys, int most_ordered, cudaStream_t stream) {
-  const LaunchShape shape = {.blocks = 1, .threads = kThreads, .is_dependent = true};
+  const auto launch = [&]<int kTileKeys>(std::integral_constant<int, kTileKeys>) {
+    const std::int64_t blocks =
+        std::clamp<std::int64_t>(key_blocks<kTileKeys, true>(params) / kBlockTiles, 1, kMostBlocks);
+    const LaunchShape shape = {.blocks = blocks, .threads = kThreads, .is_dependent = true};
+    return launch_blocks(list_key_works_kernel<kTileKeys>, shape, stream, params, most_ordered);
+  };
   switch (tile_keys) {
     case 32:
-      return launch_blocks(list_key_works_kernel<32>, shape, stream, params, most_ordered);
+      return launch(std::integral_constant<int, 32>());
     case 64:
-      return launch_blocks(list_key_works_kernel<64>, shape, stream, params, most_ordered);
+      return launch(std::integral_constant<int, 64>());
     default:
-      return launch_blocks(list_key_works_kernel<128>, shape, stream, params, most_ordered);
+      return launch(std::integral_constant<int, 128>());
   }
 }
 

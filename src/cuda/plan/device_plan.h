@@ -15,7 +15,7 @@ namespace flash_dmattn::internal::cuda {
 constexpr int kPlanTileKeys = 64;  // keys of a tile
 
 struct ChunkKeys {
-  std::int32_t count;  // listed keys
+  std::int32_t count;  // listed keys, and -1 where a list has none between these
   // -1: the keys are listed. Else they are first, first + 1, ..., first + count - 1 (first is a multiple of
   // kPlanTileKeys), of which some may be hidden from all rows.
   std::int32_t first;

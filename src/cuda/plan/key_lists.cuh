@@ -17,9 +17,6 @@ constexpr int kListKeys = 4;  // the same while units are worked out
 // last.
 constexpr int kLaterBin = kChunkUnits;  // keys that the first unit does not see
 constexpr int kBins = kChunkUnits + 1;
-// ListOrder::kUnits sorts by digits of so many bits.
-constexpr int kDigitBits = 4;
-static_assert(1 << kDigitBits <= kBins && kChunkUnits % (2 * kDigitBits) == 0);  // an even number of passes
 // Lists of at most this many keys are put in order in shared memory, longer ones in global memory.
 constexpr std::int32_t kStagedKeys = 5120;
 
@@ -28,7 +25,10 @@ struct Staging {
   std::int32_t* keys;
   std::uint32_t* units;
   std::uint32_t* ordered_units;
-  std::int32_t* counts;  // ListOrder::kUnits: how many keys are listed; of all chunks
+  // ListOrder::kUnits: the same again, for sorting, and how many keys are listed by index, of all chunks.
+  std::int32_t* other_keys = nullptr;
+  std::uint32_t* other_units = nullptr;
+  std::int32_t* counts = nullptr;
 };
 constexpr std::size_t kStagedBytes = kStagedKeys * (sizeof(std::int32_t) + 2 * sizeof(std::uint32_t));
 
@@ -53,7 +53,6 @@ struct SharedCounts {
   std::int32_t bins[kPlanWarps][kBins];  // a warp's keys of a bin, then where its next key of the bin stands
   std::int32_t totals[kBins];
   std::int32_t unit_tiles[kChunkUnits];
-  unsigned long long unit_keys;  // of every unit those that it sees, summed
 };
 
 struct Found {
@@ -139,7 +138,7 @@ struct Share {
   std::int32_t first, last;
 };
 __device__ inline Share share_of_warp(std::int32_t count) {
-  const std::int32_t share = ((count - 1) / kPlanThreads + 1) * 32;
+  const std::int32_t share = ((count - 1) / static_cast<std::int32_t>(blockDim.x) + 1) * 32;
   const std::int32_t first = min(static_cast<std::int32_t>(threadIdx.x / 32) * share, count);
   return {first, min(first + share, count)};
 }
@@ -191,7 +190,7 @@ __device__ inline void pad_keys(std::int32_t count, std::int32_t* ordered_keys) 
   constexpr std::int32_t kPadding = 2 * kPlanTileKeys;
   const std::int32_t padded = ((count - 1) / kPadding + 1) * kPadding;
   for (std::int32_t position = count + static_cast<std::int32_t>(threadIdx.x); position < padded;
-       position += kPlanThreads) {
+       position += static_cast<std::int32_t>(blockDim.x)) {
     ordered_keys[position] = -1;
   }
 }
@@ -226,84 +225,6 @@ __device__ inline void order_by_first_unit(const ChunkRules& rules, std::int32_t
   __syncthreads();
   place_keys(count, {staging.keys, staging.units}, {ordered_keys, staging.ordered_units}, bin_of, shared);
   pad_keys(count, ordered_keys);
-}
-
-// Where a set of units stands in the reflected binary Gray code, in which neighbours differ by one unit (Gray, US
-// patent 2632058). The code's bits are the units with the bits of their numbers reversed: 15, 7, 11, 3, 13, ...
-// Neighbouring units that see the same keys would cancel each other out where they are neighbouring bits.
-__device__ inline std::uint32_t gray_rank(std::uint32_t units) {
-  static_assert(kChunkUnits == 16);
-  std::uint32_t rank = units & kAnyUnit;
-  std::uint32_t swapped = (rank >> 7 ^ rank) & 0x00aa;  // units whose numbers differ by bits 0 and 3
-  rank ^= swapped ^ swapped << 7;
-  swapped = (rank >> 2 ^ rank) & 0x0c0c;  // by bits 1 and 2
-  rank ^= swapped ^ swapped << 2;
-#pragma unroll
-  for (int distance = 1; distance < kChunkUnits; distance *= 2) rank ^= rank >> distance;
-  return rank;
-}
-
-// The units of `count` keys, listed by index, into `listed`, and the keys there, too. Returns how many units see each
-// key, summed over the keys, to all threads.
-__device__ inline std::int64_t look_up_units(const ChunkRules& rules, std::int32_t count, const std::int32_t* keys,
-                                             const KeyUnits& listed, SharedCounts& shared) {
-  if (threadIdx.x == 0) shared.unit_keys = 0;
-  __syncthreads();
-  std::int32_t sum = 0;
-  for (std::int32_t base = threadIdx.x; base < count; base += kPlanThreads * kListKeys) {
-    std::int32_t batch[kListKeys];
-    std::uint32_t units[kListKeys];
-#pragma unroll
-    for (int k = 0; k < kListKeys; ++k) {
-      const std::int32_t position = base + k * kPlanThreads;
-      batch[k] = position < count ? keys[position] : -1;
-    }
-    units_of_keys(rules, batch, units);
-#pragma unroll
-    for (int k = 0; k < kListKeys; ++k) {
-      const std::int32_t position = base + k * kPlanThreads;
-      if (position >= count) continue;
-      listed.keys[position] = batch[k];
-      listed.units[position] = units[k];
-      sum += __popc(units[k] & kAnyUnit);
-    }
-  }
-  atomicAdd(&shared.unit_keys, static_cast<unsigned long long>(sum));
-  __syncthreads();
-  return static_cast<std::int64_t>(shared.unit_keys);
-}
-
-// A pass of a stable sort of `count` keys by their Gray rank: by its digit from bit `shift` on.
-__device__ inline void sort_by_digit(std::int32_t count, int shift, const KeyUnits& from, const KeyUnits& to,
-                                     SharedCounts& shared) {
-  const auto digit_of = [&](std::uint32_t units) {
-    return static_cast<int>(gray_rank(units) >> shift & ((1u << kDigitBits) - 1));
-  };
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto [first, last] = share_of_warp(count);
-  std::int32_t* bins = shared.bins[warp];
-  if (lane < kBins) bins[lane] = 0;
-  __syncwarp();
-  for (std::int32_t base = first; base < last; base += 32) {
-    const std::int32_t listed = base + lane;
-    const int bin = listed < last ? digit_of(from.units[listed]) : kBins;
-    const std::uint32_t peers = __match_any_sync(~0u, bin);
-    if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
-    __syncwarp();
-  }
-  __syncthreads();
-  place_keys(count, from, to, digit_of, shared);
-  __syncthreads();
-}
-
-// Puts `count` keys, listed by index in `ordered`, in the order ListOrder::kUnits there; `other` has room for as many.
-__device__ inline void order_by_units(std::int32_t count, const KeyUnits& ordered, const KeyUnits& other,
-                                      SharedCounts& shared) {
-#pragma unroll 1
-  for (int shift = 0; shift < kChunkUnits; shift += 2 * kDigitBits) {
-    sort_by_digit(count, shift, ordered, other, shared);
-    sort_by_digit(count, shift + kDigitBits, other, ordered, shared);
-  }
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -6,6 +6,7 @@
 #include "cuda/launch_blocks.cuh"
 #include "cuda/plan/chunk_rules.cuh"
 #include "cuda/plan/key_lists.cuh"
+#include "cuda/plan/unit_lists.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/dynamic_shared.cuh"
@@ -42,9 +43,9 @@ struct Tiles {
 // Writes the tiles of an ordered list of `count` keys; returns how many.
 __device__ inline std::int32_t write_list_tiles(std::int32_t count, const std::uint32_t* ordered_units,
                                                 const Tiles& tiles) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const std::int32_t used = (count - 1) / kPlanTileKeys + 1;
-  for (std::int32_t tile = warp; tile < used; tile += kPlanWarps) {
+  for (std::int32_t tile = warp; tile < used; tile += warps) {
     std::uint32_t any = 0, all = ~0u;
 #pragma unroll
     for (int half = 0; half < kPlanTileKeys / 32; ++half) {
@@ -104,11 +105,10 @@ __global__ __launch_bounds__(kPlanThreads,
   Staging staging;
   if constexpr (kStaged) {
     auto* s_staged = dynamic_shared<std::uint32_t>();  // kStagedBytes
-    staging = {reinterpret_cast<std::int32_t*>(s_staged), s_staged + kStagedKeys, s_staged + 2 * kStagedKeys, nullptr};
+    staging = {reinterpret_cast<std::int32_t*>(s_staged), s_staged + kStagedKeys, s_staged + 2 * kStagedKeys};
   } else {
     const std::int64_t offset = entry * shape.capacity;
-    staging = {arrays.staging.keys + offset, arrays.staging.units + offset, arrays.staging.ordered_units + offset,
-               nullptr};
+    staging = {arrays.staging.keys + offset, arrays.staging.units + offset, arrays.staging.ordered_units + offset};
   }
 
   if (threadIdx.x < kChunkUnits) s_counts.unit_tiles[threadIdx.x] = 0;
@@ -155,45 +155,44 @@ __global__ __launch_bounds__(kPlanThreads,
   }
 }
 
-// The same blocks, after those of make_plan_kernel with ListOrder::kUnits, which have listed keys by index and written
-// ranges: makes a list of a chunk that has fewer tiles to visit then. A list's units visit a third more tiles than
-// their keys fill, or so, since tiles in which one set of units gives way to another are visited by both
-// (docs/cuda.md).
-__global__ __launch_bounds__(kPlanThreads, kPlanBlocks) void list_by_units_kernel(const Visibility visibility,
-                                                                                  const PlanShape shape,
-                                                                                  const std::uint32_t plans,
-                                                                                  const PlanArrays arrays) {
-  __shared__ SharedCounts s_counts;
+// The same blocks, after those of make_plan_kernel in another order than kFirstUnit, which have listed keys by index
+// and written ranges: makes a list of a chunk that has fewer tiles to visit then. Where one set of units gives way to
+// another a list's tiles are visited by both (docs/cuda.md), which is not known before, and left out of account.
+__global__ __launch_bounds__(kSortThreads) void list_by_units_kernel(const Visibility visibility, const PlanShape shape,
+                                                                     const std::uint32_t plans,
+                                                                     const PlanArrays arrays) {
+  __shared__ SortCounts s_counts;
+  __shared__ std::int32_t s_unit_tiles[kChunkUnits];
 
   begin_dependent_kernel();
   const std::int32_t chunk = shape.chunk_count - 1 - static_cast<std::int32_t>(blockIdx.x / plans);
   const std::uint32_t plan = blockIdx.x % plans, plan_heads = static_cast<std::uint32_t>(shape.plan_heads);
   const std::int64_t entry = static_cast<std::int64_t>(plan) * shape.chunk_count + chunk;
   const std::int64_t offset = entry * shape.capacity;
-  const std::int32_t count = arrays.staging.counts[entry];
-  if (count == 0 || count > shape.capacity) return;
+  const std::int32_t found = arrays.staging.counts[entry];
+  if (found == 0 || found > shape.capacity) return;
   const ChunkRules rules = chunk_rules(visibility, static_cast<std::int32_t>(plan / plan_heads),
                                        static_cast<std::int32_t>(plan % plan_heads * shape.head_divisor), chunk);
   const KeyUnits ordered = {arrays.keys + offset, arrays.staging.ordered_units + offset};
-  const KeyUnits other = {arrays.staging.keys + offset, arrays.staging.units + offset};
-  const std::int64_t unit_keys = look_up_units(rules, count, other.keys, ordered, s_counts);
+  const KeyUnits listed = {arrays.staging.keys + offset, arrays.staging.units + offset};
+  const KeyUnits other = {arrays.staging.other_keys + offset, arrays.staging.other_units + offset};
+  const std::int64_t unit_keys = look_up_units(rules, found, listed.keys, listed, s_counts);
   std::int32_t* unit_tiles = arrays.unit_tiles + entry * kChunkUnits;
   std::int64_t range_tiles = 0;
   for (int unit = 0; unit < kChunkUnits; ++unit) range_tiles += unit_tiles[unit];
   if (3 * unit_keys > 2 * kPlanTileKeys * range_tiles) return;
 
   const std::int32_t range_used = (arrays.chunks[entry].count - 1) / kPlanTileKeys + 1;
-  if (threadIdx.x < kChunkUnits) s_counts.unit_tiles[threadIdx.x] = 0;
-  order_by_units(count, ordered, other, s_counts);
+  if (threadIdx.x < kChunkUnits) s_unit_tiles[threadIdx.x] = 0;
+  const std::int32_t count = order_by_units(found, shape.part_units, shape.capacity, ordered, listed, other, s_counts);
   pad_keys(count, ordered.keys);
-  const Tiles tiles = {arrays.tile_units + entry * shape.tiles, arrays.tile_full + entry * shape.tiles,
-                       s_counts.unit_tiles};
+  const Tiles tiles = {arrays.tile_units + entry * shape.tiles, arrays.tile_full + entry * shape.tiles, s_unit_tiles};
   const std::int32_t used = write_list_tiles(count, ordered.units, tiles);
-  for (std::int32_t tile = used + static_cast<std::int32_t>(threadIdx.x); tile < range_used; tile += kPlanThreads) {
+  for (std::int32_t tile = used + static_cast<std::int32_t>(threadIdx.x); tile < range_used; tile += kSortThreads) {
     tiles.units[tile] = tiles.full[tile] = 0;
   }
   __syncthreads();
-  if (threadIdx.x < kChunkUnits) unit_tiles[threadIdx.x] = s_counts.unit_tiles[threadIdx.x];
+  if (threadIdx.x < kChunkUnits) unit_tiles[threadIdx.x] = s_unit_tiles[threadIdx.x];
   if (threadIdx.x == 0) arrays.chunks[entry] = {count, -1};
 }
 
@@ -221,8 +220,12 @@ bool stages_in_shared(const PlanShape& shape) {
 Staging take_staging(Arena& arena, const PlanShape& shape, std::int64_t batch) {
   if (stages_in_shared(shape)) return {};
   const std::size_t chunks = count_chunks(shape, batch), keys = chunks * static_cast<std::size_t>(shape.capacity);
-  return {arena.take<std::int32_t>(keys), arena.take<std::uint32_t>(keys), arena.take<std::uint32_t>(keys),
-          shape.order == ListOrder::kUnits ? arena.take<std::int32_t>(chunks) : nullptr};
+  Staging staging = {arena.take<std::int32_t>(keys), arena.take<std::uint32_t>(keys), arena.take<std::uint32_t>(keys)};
+  if (shape.order == ListOrder::kFirstUnit) return staging;
+  staging.other_keys = arena.take<std::int32_t>(keys);
+  staging.other_units = arena.take<std::uint32_t>(keys);
+  staging.counts = arena.take<std::int32_t>(chunks);
+  return staging;
 }
 
 // How many neighbouring query heads read the same entries of a view.
@@ -254,6 +257,7 @@ __global__ __launch_bounds__(kCountThreads) void count_plan_kernel(const Visibil
                         : keys.first >= 0      ? keys.first + position
                                                : plan.keys[entry * plan.capacity + position];
       ranges[half] = visible_rows(visibility, batch, head, existing, tile_keys[half]);
+      if (keys.first < 0) sums.listed_keys += __popc(__ballot_sync(~0u, tile_keys[half] >= 0));
     }
     for (std::uint32_t units = plan.tile_units[entry * plan.tiles + tile]; units != 0; units &= units - 1) {
       const std::int32_t unit_row = first_row + (__ffs(units) - 1) * kUnitRows;
@@ -280,17 +284,15 @@ __global__ __launch_bounds__(kCountThreads) void count_plan_kernel(const Visibil
     add(&counts->tiles_visited, sums.tiles_visited);
     add(&counts->tiles_partial, sums.tiles_partial);
     add(&counts->tiles_full, sums.tiles_full);
+    add(&counts->listed_keys, sums.listed_keys);
   }
-  if (threadIdx.x == 0) {
-    add(keys.first >= 0 ? &counts->range_chunks : &counts->list_chunks, 1);
-    if (keys.first < 0) add(&counts->listed_keys, keys.count);
-  }
+  if (threadIdx.x == 0) add(keys.first >= 0 ? &counts->range_chunks : &counts->list_chunks, 1);
 }
 
 }  // namespace
 
 PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int64_t heads, std::int64_t list_limit,
-                     ListOrder order) {
+                     ListOrder order, int part_units) {
   const BroadcastView &begin = visibility.begin, &end = visibility.end, &key_mask = visibility.key_mask;
   const PackedMask& packed = visibility.packed;
   PlanShape shape;
@@ -300,6 +302,7 @@ PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int6
                    heads_per_entry(key_mask.defined(), key_mask.head_stride, key_mask.head_divisor, heads),
                    heads_per_entry(packed.defined(), packed.head_stride, packed.head_divisor, heads)}));
   shape.order = order;
+  shape.part_units = part_units;
   shape.plan_heads = static_cast<std::int32_t>(heads / shape.head_divisor);
   // A stride of 0 stands for a dimension of size 1; views that are not defined have no strides.
   shape.per_batch =
@@ -312,9 +315,11 @@ PlanShape plan_shape(const Visibility& visibility, std::int64_t batch, std::int6
   if (begin.defined() || key_mask.defined() || packed.defined()) {
     const std::int64_t keys = visibility.keys;
     const std::int64_t wanted = list_limit > 0 ? list_limit : std::max<std::int64_t>(keys / 4, kLeastCapacity);
-    // INT32_MAX keys would round up past it.
-    shape.capacity =
-        static_cast<std::int32_t>(std::min(round_up(std::min(wanted, keys)), INT32_MAX / kTilePair * kTilePair));
+    // In parts of lists some places stay empty. INT32_MAX keys would round up past it.
+    const std::int64_t copies = shape.copies(), spare = (copies - 1) * kTilePair;
+    shape.capacity = static_cast<std::int32_t>(
+        std::min(copies * (round_up(std::min(wanted, keys)) + spare), INT32_MAX / kTilePair * kTilePair));
+    shape.tiles = std::max(shape.tiles, shape.capacity / kPlanTileKeys);
   }
   return shape;
 }
@@ -357,13 +362,13 @@ cudaError_t make_plan(const Visibility& visibility, const PlanShape& shape, std:
   arrays.staging = take_staging(staging_arena, shape, batch);
   const std::int64_t plans = std::min<std::int64_t>(batch, shape.per_batch ? batch : 1) * shape.plan_heads;
   if (plans * shape.chunk_count == 0) return cudaSuccess;
-  const auto launch = [&](auto* kernel, std::size_t shared_bytes) {
-    return launch_blocks(kernel, {plans * shape.chunk_count, kPlanThreads, shared_bytes, true}, stream, visibility,
-                         shape, static_cast<std::uint32_t>(plans), arrays);
+  const auto launch = [&](auto* kernel, std::size_t shared_bytes, int threads = kPlanThreads) {
+    return launch_blocks(kernel, {plans * shape.chunk_count, threads, shared_bytes, true}, stream, visibility, shape,
+                         static_cast<std::uint32_t>(plans), arrays);
   };
   if (shape.order == ListOrder::kUnits) {
     const cudaError_t error = launch(make_plan_kernel<false>, 0);
-    return error != cudaSuccess ? error : launch(list_by_units_kernel, 0);
+    return error != cudaSuccess ? error : launch(list_by_units_kernel, 0, kSortThreads);
   }
   return stages_in_shared(shape) ? launch(make_plan_kernel<true>, kStagedBytes) : launch(make_plan_kernel<false>, 0);
 }

@@ -52,8 +52,10 @@ class PreparedVisibility {
   bool planned = false;
   bool given = false;  // made before the call
 
-  // What the call needs. A plan that the problem brings along stays where it is, and nothing is left to write.
-  void arrange(const AttentionProblem& problem, Arena* arena);
+  // What the call needs. A plan that the problem brings along stays where it is, and nothing is left to write. `once`:
+  // lists have every key once. If those of lists of keys per query that are brought along do not, the call has some of
+  // its own, of the packed words that are there.
+  void arrange(const AttentionProblem& problem, Arena* arena, bool once = false);
   // All that is read of a plan, also of a problem that is computed without one: packed words and units, chunks, keys,
   // units and full units of tiles, tiles of units, one array after another. Where they lie follows from shapes and
   // strides (python/flash_dmattn/_device_plan.py counts their bytes, too).
@@ -66,7 +68,11 @@ class PreparedVisibility {
   bool is_written() const { return !given && plan_memory_ != nullptr; }
 
  private:
+  void arrange_words(const AttentionProblem& problem, Arena* arena);
+  void arrange_lists(const AttentionProblem& problem, bool once, Arena* arena);
+
   PlanShape shape_;
+  bool packed_before_ = false;  // the call
   void *packed_memory_ = nullptr, *plan_memory_ = nullptr, *staging_ = nullptr;
 };
 

@@ -147,6 +147,7 @@ struct Problem {
   Tensor<std::uint8_t> key_mask, mask;
   std::int64_t list_limit = 0;
   ListOrder order = ListOrder::kFirstUnit;
+  int part_units = kChunkUnits;
 
   std::unique_ptr<DeviceMemory> device_seqlens, packed_memory;
   Visibility visibility;
@@ -268,7 +269,10 @@ inline Problem random_problem(Rng& rng, int rows, int keys) {
                              random_layout(rng), uniform(rng, 0, 3) == 0 ? 100 : uniform(rng, 0, 1));
   }
   if (uniform(rng, 0, 2) == 0) problem.list_limit = uniform(rng, 1, 1500);
-  problem.order = uniform(rng, 0, 1) == 0 ? ListOrder::kFirstUnit : ListOrder::kUnits;
+  if (uniform(rng, 0, 1) == 0) {
+    problem.order = ListOrder::kUnits;
+    problem.part_units = 2 << uniform(rng, 0, 3);
+  }
   return problem;
 }
 
