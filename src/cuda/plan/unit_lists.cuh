@@ -214,7 +214,7 @@ struct UnitPart {
 __device__ inline std::int32_t order_by_units(std::int32_t count, int part_units, std::int32_t capacity,
                                               const KeyUnits& ordered, KeyUnits from, KeyUnits to, SortCounts& shared) {
   const auto all = [](int) { return ~0u; };
-  // What equal sets are brought together for, need not be their rank.
+  // Any number of a set brings equal ones together. Its rank says where it stands, if all stay in one part.
   const auto rank_digit = [&](int shift) {
     return [=](std::int32_t, std::uint32_t units) {
       const std::uint32_t rank = part_units == kChunkUnits ? rank_of_units(units) : units;
