@@ -45,8 +45,7 @@ void BackwardScratch::arrange(const BackwardProblem& problem, BackwardTiles fami
   key_sums.tile_keys = tiles.keys;
   if (prepared.planned) {
     share_marks(problem, prepared.plan, &key_sums);
-    const std::int64_t batches = key_sums.marks_per_batch ? problem.batch : 1;
-    const std::int64_t rows = batches * problem.key_heads / key_sums.mark_heads;
+    const std::int64_t rows = key_sums.mark_rows(problem.batch, problem.key_heads);
     key_sums.marks = arena->take<std::uint8_t>(static_cast<std::size_t>(rows * problem.keys));
   }
   if (problem.dbias.defined()) arrange_bias(problem, arena);

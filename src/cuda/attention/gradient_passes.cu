@@ -54,12 +54,11 @@ struct KeySums {
   }
   __device__ std::int64_t key_stride(int columns) const { return std::int64_t{heads} * columns; }
   __device__ std::int64_t color_stride(int columns) const { return batch * keys * key_stride(columns); }
-  // Which marks are those of a key head, and how many there are of all.
-  __host__ __device__ std::int64_t mark_row(int at_batch, int head) const {
+  // Which row of marks is that of a key head.
+  __device__ std::int64_t mark_row(int at_batch, int head) const {
     return (sums.marks_per_batch ? at_batch : 0) * mark_heads() + head / sums.mark_heads;
   }
-  __host__ __device__ int mark_heads() const { return heads / sums.mark_heads; }
-  __host__ __device__ int mark_rows() const { return (sums.marks_per_batch ? batch : 1) * mark_heads(); }
+  __device__ int mark_heads() const { return heads / sums.mark_heads; }
   // Which of the thread's next kMarks keys of the slab have sums, a bit each, from key `first` on.
   static constexpr int kMarks = 16;
   __device__ std::uint32_t marked(const Slab& at, int first) const {
@@ -308,11 +307,11 @@ cudaError_t launch_mark_keys(const BackwardProblem& problem, const DevicePlan& p
   // Where rows choose for themselves lists may be long: of 64k keys they took a block 70 us.
   constexpr std::int64_t kPartKeys = 8192, kMostParts = 8;
   const std::int64_t parts = std::clamp<std::int64_t>(plan.capacity / kPartKeys, 1, kMostParts);
-  const KeySums all = key_sums_of(problem, sums);
+  const std::int64_t rows = sums.mark_rows(problem.batch, problem.key_heads);
   const LaunchShape shape = {
-      .blocks = all.mark_rows() * plans * plan.chunk_count * parts, .threads = kThreads, .is_dependent = true};
-  return launch_blocks(mark_keys_kernel, shape, stream, plan, all, static_cast<int>(plans), static_cast<int>(parts),
-                       met_once);
+      .blocks = rows * plans * plan.chunk_count * parts, .threads = kThreads, .is_dependent = true};
+  return launch_blocks(mark_keys_kernel, shape, stream, plan, key_sums_of(problem, sums), static_cast<int>(plans),
+                       static_cast<int>(parts), met_once);
 }
 
 cudaError_t launch_clear_key_sums(const BackwardProblem& problem, const KeyGradientSums& sums, bool beside,

@@ -22,6 +22,11 @@ struct KeyGradientSums {
   bool marks_per_batch = true;     // those of all batch elements are the same otherwise
   std::int32_t mark_heads = 1;     // so many neighbouring key heads have the same
   std::uint8_t* stored = nullptr;  // (B, Hkv), 1: nothing is added up, gradients are there already; null: of no head
+
+  // How many rows of marks there are.
+  constexpr std::int64_t mark_rows(std::int64_t batches, std::int64_t key_heads) const {
+    return (marks_per_batch ? batches : 1) * (key_heads / mark_heads);
+  }
 };
 
 // How key heads share marks whose query heads have the same plan.

@@ -149,11 +149,29 @@ struct KeyUnits {
   std::uint32_t* units;
 };
 
-// The second half of a stable counting sort: every warp has counted in its row of shared.bins which of its keys are in
-// which bin, and all threads are past a barrier.
-template <typename BinOf>
-__device__ inline void place_keys(std::int32_t count, const KeyUnits& from, const KeyUnits& to, BinOf bin_of_units,
-                                  SharedCounts& shared) {
+// Of a stable counting sort, by a warp for 32 keys that follow one another, a lane each: first it counts how many are
+// in which of its `bins`; once these say where its next key of the bin goes, it looks up where each goes. Lanes with
+// bin `end` have no key.
+__device__ inline void count_in_bins(std::int32_t* bins, int bin, int end) {
+  const int lane = threadIdx.x % 32;
+  const std::uint32_t peers = __match_any_sync(~0u, bin);
+  if (bin < end && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
+  __syncwarp();
+}
+__device__ inline std::int32_t place_in_bin(std::int32_t* bins, int bin, int end) {
+  const int lane = threadIdx.x % 32;
+  const std::uint32_t peers = __match_any_sync(~0u, bin);
+  const int rank = __popc(peers & ((1u << lane) - 1));
+  const std::int32_t place = bin < end ? bins[bin] + rank : 0;
+  __syncwarp();
+  if (bin < end && rank == 0) bins[bin] += __popc(peers);
+  __syncwarp();
+  return place;
+}
+
+// The second half of order_by_first_unit: every warp has counted which of its keys are in which bin, and all threads
+// are past a barrier.
+__device__ inline void place_keys(std::int32_t count, const KeyUnits& from, const KeyUnits& to, SharedCounts& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto [first, last] = share_of_warp(count);
   std::int32_t* bins = shared.bins[warp];
@@ -171,16 +189,10 @@ __device__ inline void place_keys(std::int32_t count, const KeyUnits& from, cons
     const std::int32_t listed = base + lane;
     const bool active = listed < last;
     const std::uint32_t units = active ? from.units[listed] : 0;
-    const int bin = active ? bin_of_units(units) : kBins;
-    const std::uint32_t peers = __match_any_sync(~0u, bin);
-    const int rank = __popc(peers & ((1u << lane) - 1));
-    const std::int32_t position = active ? bins[bin] + rank : 0;
-    __syncwarp();
-    if (active && rank == 0) bins[bin] += __popc(peers);
-    __syncwarp();
+    const std::int32_t place = place_in_bin(bins, active ? bin_of(units) : kBins, kBins);
     if (active) {
-      to.keys[position] = from.keys[listed];
-      to.units[position] = units;
+      to.keys[place] = from.keys[listed];
+      to.units[place] = units;
     }
   }
 }
@@ -216,14 +228,11 @@ __device__ inline void order_by_first_unit(const ChunkRules& rules, std::int32_t
     for (int k = 0; k < kListKeys; ++k) {
       const std::int32_t listed = base + k * 32 + lane;
       if (listed < last) staging.units[listed] = units[k];
-      const int bin = listed < last ? bin_of(units[k]) : kBins;
-      const std::uint32_t peers = __match_any_sync(~0u, bin);
-      if (bin < kBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
-      __syncwarp();
+      count_in_bins(bins, listed < last ? bin_of(units[k]) : kBins, kBins);
     }
   }
   __syncthreads();
-  place_keys(count, {staging.keys, staging.units}, {ordered_keys, staging.ordered_units}, bin_of, shared);
+  place_keys(count, {staging.keys, staging.units}, {ordered_keys, staging.ordered_units}, shared);
   pad_keys(count, ordered_keys);
 }
 

@@ -155,9 +155,9 @@ __global__ __launch_bounds__(kPlanThreads,
   }
 }
 
-// The same blocks, after those of make_plan_kernel in another order than kFirstUnit, which have listed keys by index
-// and written ranges: makes a list of a chunk that has fewer tiles to visit then. Where one set of units gives way to
-// another a list's tiles are visited by both (docs/cuda.md), which is not known before, and left out of account.
+// The same blocks, after those of make_plan_kernel in the order kUnits, which have listed keys by index and written
+// ranges: makes a list of a chunk that has fewer tiles to visit then. Where one set of units gives way to another a
+// list's tiles are visited by both (docs/cuda.md), which is not known before, and left out of account.
 __global__ __launch_bounds__(kSortThreads) void list_by_units_kernel(const Visibility visibility, const PlanShape shape,
                                                                      const std::uint32_t plans,
                                                                      const PlanArrays arrays) {

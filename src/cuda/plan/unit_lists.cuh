@@ -141,14 +141,11 @@ __device__ inline std::int32_t sort_by_bin(std::int32_t count, const KeyUnits& f
 #pragma unroll
       for (int k = 0; k < kListKeys; ++k) {
         const int bin = base + k * 32 + lane < last ? bin_of(keys[k], units[k]) : kSortBins;
-        visit(keys[k], units[k], bin, __match_any_sync(~0u, bin));
-        __syncwarp();
+        visit(keys[k], units[k], bin);
       }
     }
   };
-  for_each_key([&](std::int32_t, std::uint32_t, int bin, std::uint32_t peers) {
-    if (bin < kSortBins && __ffs(peers) - 1 == lane) bins[bin] += __popc(peers);
-  });
+  for_each_key([&](std::int32_t, std::uint32_t, int bin) { count_in_bins(bins, bin, kSortBins); });
   __syncthreads();
   std::int32_t total = 0;  // of the thread's bin
   const int own_bin = static_cast<int>(threadIdx.x);
@@ -159,12 +156,10 @@ __device__ inline std::int32_t sort_by_bin(std::int32_t count, const KeyUnits& f
       total += keys;
     }
   }
-  const std::int32_t up_to_lane = inclusive_sum(total);
-  if (own_bin < kSortBins && lane == 31) shared.totals[warp] = up_to_lane;
-  if (own_bin < kChunkUnits) shared.parts[own_bin] = total;
-  __syncthreads();
-  std::int32_t start = up_to_lane - total, end = 0;
+  std::int32_t start = 0, end = 0;
   if constexpr (kParts) {
+    if (own_bin < kChunkUnits) shared.parts[own_bin] = total;
+    __syncthreads();
     for (int bin = 0; bin < kChunkUnits; ++bin) {
       const std::int32_t keys = shared.parts[bin];
       if (keys == 0) continue;
@@ -173,6 +168,10 @@ __device__ inline std::int32_t sort_by_bin(std::int32_t count, const KeyUnits& f
       end += keys;
     }
   } else {
+    const std::int32_t up_to_lane = inclusive_sum(total);
+    if (own_bin < kSortBins && lane == 31) shared.totals[warp] = up_to_lane;
+    __syncthreads();
+    start = up_to_lane - total;
     for (int other = 0; other < kSortBins / 32; ++other) {
       if (other < warp) start += shared.totals[other];
       end += shared.totals[other];
@@ -182,14 +181,11 @@ __device__ inline std::int32_t sort_by_bin(std::int32_t count, const KeyUnits& f
     for (int other = 0; other < kSortWarps; ++other) shared.bins[other][own_bin] += start;
   }
   __syncthreads();
-  for_each_key([&](std::int32_t key, std::uint32_t units, int bin, std::uint32_t peers) {
-    const int rank = __popc(peers & ((1u << lane) - 1));
-    const std::int32_t target = bin < kSortBins ? bins[bin] + rank : 0;
-    __syncwarp();
-    if (bin >= kSortBins) return;
-    if (rank == 0) bins[bin] += __popc(peers);
-    to.keys[target] = unmarked(key);
-    to.units[target] = units & see_in(bin);
+  for_each_key([&](std::int32_t key, std::uint32_t units, int bin) {
+    const std::int32_t place = place_in_bin(bins, bin, kSortBins);
+    if (bin == kSortBins) return;
+    to.keys[place] = unmarked(key);
+    to.units[place] = units & see_in(bin);
   });
   __syncthreads();
   return end;
