@@ -47,6 +47,9 @@ class Work {
     EXPECT_TRUE(
         attention_backward_workspace(inputs_, cotangents_, options_, gradients_, {.device = device}, &bytes[2]).ok());
     for (int i = 0; i < 3; ++i) workspaces_[i] = {take(bytes[i]), bytes[i]};
+    // What fills memory may be under way, and streams that block nothing do not wait for it: on a GPU that other
+    // processes use as well it came as late as the kernels.
+    expect_success(cudaDeviceSynchronize());
   }
 
   // The first Status that is not ok.
