@@ -237,24 +237,29 @@ for name, (right, refused) in calls.items():
         for _ in range(200):
             call(name, arguments)
         gc.collect()
-        before = allocated()
-        for _ in range(10000):
-            call(name, arguments)
-        gc.collect()
-        print(name, allocated() - before)
+        # A call that leaks does so in both halves. What is allocated once, as by a thread of another library that a
+        # busy machine lets begin late, is found in one of them.
+        left = []
+        for _ in range(2):
+            before = allocated()
+            for _ in range(5000):
+                call(name, arguments)
+            gc.collect()
+            left.append(allocated() - before)
+        print(name, min(left))
 """
 
 
 @linux_only
 def test_no_operator_keeps_memory() -> None:
-    """Right calls and refused ones: what 10,000 of them leave allocated."""
+    """Right calls and refused ones: what 5,000 of them leave allocated, each time that they are made."""
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("the C library does not tell what is allocated")
     result = subprocess.run([sys.executable, "-c", EVERY_OPERATOR], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     kept = [line.split() for line in result.stdout.splitlines()]
     assert len(kept) == 22
-    assert all(int(size) < 10000 for _, size in kept), f"bytes kept by 10,000 calls: {kept}"
+    assert all(int(size) < 5000 for _, size in kept), f"bytes kept by 5,000 calls: {kept}"
 
 
 def sparse_memory(length: int) -> memoryview:
