@@ -372,6 +372,53 @@ inline double summands_of(const std::string& name, const Call& call) {
   return name == "dbias" ? per_element(rows * static_cast<double>(call.key.shape()[1]), call.bias) : 1;
 }
 
+// Root mean square error, relative to that of the values; any single error may be this much larger.
+inline double tolerance(DType dtype) {
+  return dtype == DType::kFloat32 ? 2e-6 : dtype == DType::kFloat16 ? 2e-3 : 1.2e-2;
+}
+inline constexpr double kWorstFactor = 20;
+// Below this size values are what cancellation left, and relative errors mean nothing. A bias's gradient is
+// a sum over as many scores as it has fewer elements than there are scores, a sink's over rows; most of it cancels.
+inline constexpr double kTypicalSize = 0.01;
+inline constexpr double kTypicalSummand = 0.3;
+
+inline void expect_close(const Tensor& got, const Tensor& expected, double tolerance, const std::string& name,
+                         double typical_size = kTypicalSize) {
+  ASSERT_EQ(got.shape(), expected.shape()) << name;
+  double error = 0, size = 0, worst = 0;
+  for (std::size_t i = 0; i < got.count(); ++i) {
+    const double left = got.get(i), right = expected.get(i);
+    if (!std::isfinite(right)) {
+      ASSERT_TRUE(std::isnan(right) ? std::isnan(left) : left == right) << name << "[" << i << "] " << left;
+      continue;
+    }
+    ASSERT_TRUE(std::isfinite(left)) << name << "[" << i << "] is " << left << ", not " << right;
+    error += (left - right) * (left - right);
+    size += right * right;
+    worst = std::max(worst, std::fabs(left - right));
+  }
+  if (got.count() == 0) return;
+  const auto count = static_cast<double>(got.count());
+  const double allowed = tolerance * (std::sqrt(size / count) + typical_size);
+  EXPECT_LE(std::sqrt(error / count), allowed) << name;
+  EXPECT_LE(worst, kWorstFactor * allowed) << name;
+}
+
+inline double typical_size_of(const std::string& name, const Call& call) {
+  const double summands = summands_of(name, call);
+  return summands > 1 ? kTypicalSummand * std::sqrt(summands) : kTypicalSize;
+}
+
+inline void expect_results_close(const Call& got, const Call& expected) {
+  const auto left = got.results(), right = expected.results();
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    // lse is float32 and never goes through the dtype of the products.
+    const auto& [name, tensor] = left[i];
+    expect_close(*tensor, *right[i].second, tolerance(name == "lse" ? DType::kFloat32 : got.query.dtype()), name,
+                 typical_size_of(name, got));
+  }
+}
+
 inline void expect_same_bytes(const Call& left, const Call& right) {
   const auto a = left.results(), b = right.results();
   for (std::size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i].second->bytes(), b[i].second->bytes()) << a[i].first;

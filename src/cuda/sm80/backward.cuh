@@ -12,6 +12,7 @@
 #include "cuda/attention/key_results.cuh"
 #include "cuda/attention/large_rows.cuh"
 #include "cuda/attention/warp_gemm.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
 #include "cuda/sm80/backward_memory.cuh"
 
 namespace flash_dmattn::internal::cuda {
@@ -182,7 +183,7 @@ struct BackwardBlock : BackwardMemory<Element, kHeadDim, kValueDim, kPlanned, kR
     for_each_pair(gradients, [&](int i, int n, const float* pair) {
       const std::uint32_t address = origin.pair_address(score_gradients, i, n);
       const std::uint32_t packed = load_shared(address);
-      const float2 derivative = __half22float2(*reinterpret_cast<const __half2*>(&packed));
+      const float2 derivative = unpack<__half>(packed);
       store_shared(address, pack<Element>(pair[0] * derivative.x, pair[1] * derivative.y));
     });
   }
@@ -475,7 +476,7 @@ template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRo
           bool kStoresQueries>
 __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kValueDim, kNarrow>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  unsigned char* shared = dynamic_shared_panels();
   using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow, kLargeRows, kStoresQueries>;
   // Of the kernels that are launched for a call, all but one end at once.
   if (Block::Config::kLargeRowsApart && kLargeRows != (params.row_flags->has_large_row != 0)) return;

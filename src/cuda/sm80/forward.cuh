@@ -12,6 +12,7 @@
 #include "cuda/attention/tokens.cuh"
 #include "cuda/attention/walk.cuh"
 #include "cuda/attention/warp_gemm.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
 #include "cuda/sm80/forward_config.h"
 
 namespace flash_dmattn::internal::cuda {
@@ -385,7 +386,7 @@ template <typename Element, int kHeadDim, int kValueDim, bool kPlanned, bool kRo
 __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>::kThreads,
                                   ForwardConfig<kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>::kBlocksPerProcessor)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  unsigned char* shared = dynamic_shared_panels();
   using Block = ForwardBlock<Element, kHeadDim, kValueDim, kPlanned, kRowBias, kNarrow>;
   const typename Block::Rows rows(params, kPlanned ? ordered_block(params.order) : blockIdx.x);
   Block block(params, rows.batch, rows.head, rows.first_row, shared);

@@ -9,6 +9,7 @@
 #include "cuda/attention/tokens.cuh"
 #include "cuda/attention/walk.cuh"
 #include "cuda/attention/warp_gemm.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
 #include "cuda/sm80/query_backward_config.h"
 #include "cuda/sm80/row_pairs.cuh"
 
@@ -340,7 +341,7 @@ __global__ void __launch_bounds__(QueryBackwardConfig<kHeadDim, kValueDim, kNarr
                                   QueryBackwardConfig<kHeadDim, kValueDim, kNarrow>::kBlocksPerProcessor)
     query_backward_kernel(const __grid_constant__ BackwardParams params, int entry_batches, int entry_heads) {
   using Config = QueryBackwardConfig<kHeadDim, kValueDim, kNarrow>;
-  extern __shared__ __align__(1024) unsigned char shared[];
+  unsigned char* shared = dynamic_shared_panels();
   const int row_tiles = (params.rows + Config::kTileRows - 1) / Config::kTileRows;
   const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(row_tiles));
   const int owner = static_cast<int>(blockIdx.x / static_cast<unsigned>(row_tiles));

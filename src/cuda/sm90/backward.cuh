@@ -14,6 +14,7 @@
 
 #include "cuda/attention/params.h"
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
 #include "cuda/sm90/backward_block.cuh"
 #include "cuda/sm90/backward_config.h"
 #include "cuda/sm90/backward_consumer.cuh"
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(BackwardConfig<kHeadDim, kValueDim>::kThreads,
   using Block = BackwardBlock<Element, kHeadDim, kValueDim, kPlanned, kAbsent>;
   using Config = typename Block::Config;
   constexpr std::uint32_t kLargeRows = Block::Facts::kLargeRows;
-  extern __shared__ __align__(1024) unsigned char memory[];
+  unsigned char* memory = dynamic_shared_panels();
   Block block(params, maps, memory);
   begin_dependent_kernel();
   block.init();

@@ -21,6 +21,7 @@
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/ptx/dynamic_shared.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/forward_config.h"
@@ -354,7 +355,7 @@ __global__ void __launch_bounds__(ForwardBlock<Element, kHeadDim, kValueDim, kPl
     forward_kernel(const __grid_constant__ Sm90ForwardParams params, const __grid_constant__ ForwardMaps maps) {
   using Block = ForwardBlock<Element, kHeadDim, kValueDim, kPlanned, kScoring>;
   using Config = typename Block::Config;
-  extern __shared__ __align__(1024) unsigned char memory[];
+  unsigned char* memory = dynamic_shared_panels();
   Block block(params, maps, memory);
   block.init();
   if constexpr (kPlanned) {

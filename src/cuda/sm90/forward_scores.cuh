@@ -43,8 +43,8 @@ struct ForwardScores {
 
   __device__ explicit ForwardScores(Block& block)
       : block(block),
-        taker(block.shared.ring),
         group(static_cast<int>(__reduce_max_sync(~0u, threadIdx.x / kWarpGroup)) - Config::kProducers),
+        taker(block.shared.ring),
         slot(0) {}
 
   __device__ Work& work() const { return block.shared.ring.works[taker.slot()]; }

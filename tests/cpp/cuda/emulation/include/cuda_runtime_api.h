@@ -1,11 +1,13 @@
-// CUDA without a GPU: kernels that use nothing that only Hopper has, compiled by the C++ compiler and run on the CPU,
-// so that their logic is tested everywhere and under AddressSanitizer. This stands in for the CUDA toolkit's header of
-// the same name; emulation.h is what kernels see beside it.
+// CUDA without a GPU: kernels, compiled by the C++ compiler and run on the CPU, so that their logic is tested
+// everywhere and under AddressSanitizer. This stands in for the CUDA toolkit's header of the same name; emulation.h is
+// what kernels see beside it, and cuda/ptx stands in for the instructions that kernels name (src/cuda/ptx).
 //
 // Blocks run one after another, in an order of chance. Each thread of a block is a fiber: it runs until it meets a
-// __syncthreads or a function of its warp, and the one that goes on then is chosen by chance, too, so that a missing
-// barrier shows. What differs from a GPU: fibers switch only there (races between neighbouring instructions do not
-// show), memory is that of a sequentially consistent machine, and nothing can be told about time.
+// barrier or a function of its warp, and the one that goes on then is chosen by chance, too, so that a missing barrier
+// shows. What the GPU does beside threads, copies and Hopper's products, is done at any time before it is waited for.
+// What differs from a GPU: fibers switch only there (races between neighbouring instructions do not show), memory is
+// that of a sequentially consistent machine (nor does a missing fence), there are no clusters, as blocks do not run at
+// the same time, and nothing can be told about time.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +17,14 @@
 
 #include "vector_types.h"
 
+constexpr int CUDART_VERSION = 13000;
+
 enum cudaError_t {
   cudaSuccess,
   cudaErrorInvalidValue,
   cudaErrorMemoryAllocation,
   cudaErrorInvalidConfiguration,
+  cudaErrorNotSupported,
 };
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
@@ -39,12 +44,26 @@ cudaError_t cudaMalloc(T** memory, std::size_t bytes) {
 }
 cudaError_t cudaFree(void* memory);
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaMemset(void* memory, int value, std::size_t bytes);
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream);
 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaDeviceSynchronize();
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMultiProcessorCount,
+};
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+
+// The driver has one function: it makes tensor maps (cudaTypedefs.h).
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+constexpr unsigned long long cudaEnableDefault = 0;
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult* result);
 
 // A stream does its work at once, unless it is captured: then a graph keeps it.
 struct cudaGraph;

@@ -22,7 +22,7 @@
 #define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __align__(bytes) alignas(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 // One block runs at a time, and its memory is not that of one before: it may hold anything, as on a GPU.
 #define __shared__ static
 
@@ -35,11 +35,30 @@ constexpr int kWarpLanes = 32;
 // Waits until all lanes of the warp call the function named `what`, and gives what each of them gave. Good until the
 // next call.
 const std::uint64_t* exchange(const char* what, std::uint64_t value);
+// The same for several values of each: those at [i] are all lanes' number i.
+constexpr int kMostExchanged = 3;
+const std::uint64_t (*exchange(const char* what, const std::uint64_t* values, int count))[kWarpLanes];
 void* dynamic_shared_memory();
-// A thread's copies in groups, as cp.async has them.
+std::size_t dynamic_shared_bytes();
+// A thread's copies in groups, as cp.async has them. after_copies: once all that it has begun are done.
 void copy_in_background(std::function<void()> copy);
 void commit_copies();
 void wait_copies(int pending);
+void after_copies(std::function<void()> then);
+// The copy engine's: to shared memory at any time, from there in groups of the thread.
+void copy_in_bulk(std::function<void()> copy);
+void store_in_bulk(std::function<void()> store);
+void commit_stores();
+void wait_stores(int pending);
+// The tensor cores', in groups of the warp; by one of its lanes.
+void begin_product(std::function<void()> product);
+void commit_products();
+void wait_products(int pending);
+// Others run meanwhile. give_way: for loops that read what others write.
+void wait_until(const char* what, std::function<bool()> may_go_on);
+void give_way();
+// Gives whether `value` held in all threads, if it waits.
+bool arrive_at_named_barrier(int id, int threads, bool value, bool waits);
 [[noreturn]] void fail(const char* format, ...);
 
 inline int lane() { return static_cast<int>(threadIdx.x % kWarpLanes); }
@@ -212,6 +231,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((std::uint64_t{high} << 32 | low) >> (shift & 31));
 }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((std::uint64_t{high} << 32 | low) << (shift & 31) >> 32);
+}
 // Bytes of 1 where those of `a` are greater.
 inline unsigned __vsetgtu4(unsigned a, unsigned b) {
   unsigned result = 0;
@@ -229,8 +251,10 @@ constexpr T max(T a, T b) {
 }
 
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+inline float __uint_as_float(unsigned value) { return std::bit_cast<float>(value); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float x) { return expf(x); }
 using std::isfinite;

@@ -1,5 +1,6 @@
-// In place of src/cuda/ptx/copy.cuh: what kernels here use of it. An address of shared memory is its distance from the
-// beginning. A copy in the background is done at once or when it is waited for, by chance.
+// In place of src/cuda/ptx/copy.cuh. An address of shared memory is its distance from the beginning of the dynamic one;
+// of what is declared in a kernel, which is static here, that from an anchor in the program, kDeclared further on. A
+// copy in the background is done by chance, at once or at any time before it is waited for.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +10,48 @@
 
 namespace flash_dmattn::internal::cuda {
 
+constexpr std::uint32_t kDeclared = 1u << 30;
+alignas(1024) inline unsigned char declared_anchor[1024];
+
 inline std::uint32_t shared_address(const void* pointer) {
-  return static_cast<std::uint32_t>(static_cast<const unsigned char*>(pointer) -
-                                    static_cast<const unsigned char*>(cuda_emulation::dynamic_shared_memory()));
+  const auto distance_from = [pointer](const void* begin) {
+    return reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(begin);
+  };
+  const std::uintptr_t distance = distance_from(cuda_emulation::dynamic_shared_memory());
+  if (distance < cuda_emulation::dynamic_shared_bytes()) return static_cast<std::uint32_t>(distance);
+  return kDeclared + static_cast<std::uint32_t>(distance_from(declared_anchor));
 }
 
 inline unsigned char* shared_memory_at(std::uint32_t shared, int bytes) {
-  if (shared % bytes != 0) cuda_emulation::fail("shared address %u is not aligned to %d", shared, bytes);
-  return static_cast<unsigned char*>(cuda_emulation::dynamic_shared_memory()) + shared;
+  if (shared % static_cast<unsigned>(bytes) != 0) {
+    cuda_emulation::fail("shared address %u is not aligned to %d", shared, bytes);
+  }
+  if (shared < kDeclared / 2) return static_cast<unsigned char*>(cuda_emulation::dynamic_shared_memory()) + shared;
+  return declared_anchor + static_cast<std::int32_t>(shared - kDeclared);
 }
 
-inline void copy_async_16(std::uint32_t shared, const void* global, bool valid) {
-  unsigned char* target = shared_memory_at(shared, 16);
+inline unsigned char* at_kept_address(unsigned char* memory) { return memory; }
+
+enum class L2Policy : std::uint64_t { kUsedOnce, kKept };
+
+template <int kBytes>
+void copy_async(std::uint32_t shared, const void* global, bool valid) {
+  unsigned char* target = shared_memory_at(shared, kBytes);
   cuda_emulation::copy_in_background([=] {
     if (valid) {
-      std::memcpy(target, global, 16);
+      std::memcpy(target, global, kBytes);
     } else {
-      std::memset(target, 0, 16);
+      std::memset(target, 0, kBytes);
     }
   });
 }
+inline void copy_async_16(std::uint32_t shared, const void* global, bool valid) {
+  copy_async<16>(shared, global, valid);
+}
+inline void copy_async_16(std::uint32_t shared, const void* global, bool valid, L2Policy /*policy*/) {
+  copy_async<16>(shared, global, valid);
+}
+inline void copy_async_4(std::uint32_t shared, const void* global, bool valid) { copy_async<4>(shared, global, valid); }
 inline void commit_copies() { cuda_emulation::commit_copies(); }
 template <int Pending>
 void wait_copies() {
@@ -66,7 +89,37 @@ inline void load_matrices_transposed(std::uint32_t (&fragment)[4], std::uint32_t
 inline void store_shared(std::uint32_t shared, std::uint32_t value) {
   std::memcpy(shared_memory_at(shared, 4), &value, 4);
 }
+inline void store_shared_8(std::uint32_t shared, const std::uint32_t (&words)[2]) {
+  std::memcpy(shared_memory_at(shared, 8), words, 8);
+}
+inline void store_shared_16(std::uint32_t shared, const std::uint32_t (&words)[4]) {
+  std::memcpy(shared_memory_at(shared, 16), words, 16);
+}
+
+inline std::uint32_t load_shared(std::uint32_t shared) {
+  std::uint32_t value;
+  std::memcpy(&value, shared_memory_at(shared, 4), 4);
+  return value;
+}
+inline float2 load_shared_float2(std::uint32_t shared) {
+  float2 value;
+  std::memcpy(&value, shared_memory_at(shared, 8), 8);
+  return value;
+}
+inline void load_shared_8(std::uint32_t (&words)[2], std::uint32_t shared) {
+  std::memcpy(words, shared_memory_at(shared, 8), 8);
+}
+inline void load_shared_16(std::uint32_t (&words)[4], std::uint32_t shared) {
+  std::memcpy(words, shared_memory_at(shared, 16), 16);
+}
 
 inline void prefetch_to_l1(const void* /*global*/) {}
+
+inline void add_to_global(float* sum, float a, float b, float c, float d) {
+  sum[0] += a, sum[1] += b, sum[2] += c, sum[3] += d;
+}
+inline void add_to_global(float* sum, float a, float b, float c, float d, L2Policy /*policy*/) {
+  add_to_global(sum, a, b, c, d);
+}
 
 }  // namespace flash_dmattn::internal::cuda

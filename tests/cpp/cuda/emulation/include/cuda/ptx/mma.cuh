@@ -4,27 +4,38 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #include "emulation.h"
 
 namespace flash_dmattn::internal::cuda {
 
+// Every number that 16 bits stand for.
+template <typename Element>
+const float* all_numbers() {
+  static const auto numbers = [] {
+    auto table = std::make_unique<std::array<float, 65536>>();
+    for (unsigned bits = 0; bits < table->size(); ++bits) {
+      (*table)[bits] = static_cast<float>(Element::of(static_cast<std::uint16_t>(bits)));
+    }
+    return table;
+  }();
+  return numbers->data();
+}
+
 // sum += a b
 template <typename Element>
 void multiply(float (&sum)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
   // What every lane has of both, two words at a time: a[0] and a[1], a[2] and a[3], b0 and b1.
-  std::uint64_t lanes[3][cuda_emulation::kWarpLanes];
-  const auto gather = [&](int pair, std::uint32_t low, std::uint32_t high) {
-    std::memcpy(lanes[pair], cuda_emulation::exchange("multiply", low | std::uint64_t{high} << 32), sizeof(lanes[0]));
-  };
-  gather(0, a[0], a[1]);
-  gather(1, a[2], a[3]);
-  gather(2, b0, b1);
+  const auto pair_of = [](std::uint32_t low, std::uint32_t high) { return low | std::uint64_t{high} << 32; };
+  const std::uint64_t own[] = {pair_of(a[0], a[1]), pair_of(a[2], a[3]), pair_of(b0, b1)};
+  const auto* lanes = cuda_emulation::exchange("multiply", own, 3);
+  const float* numbers = all_numbers<Element>();
   const auto element = [&](int pair, int lane, int word, int half) {
-    const auto bits = static_cast<std::uint16_t>(lanes[pair][lane] >> (32 * word + 16 * half));
-    return static_cast<float>(Element::of(bits));
+    return numbers[lanes[pair][lane] >> (32 * word + 16 * half) & 0xffff];
   };
   const int row = cuda_emulation::lane() / 4, column = 2 * (cuda_emulation::lane() % 4);
   for (int i = 0; i < 4; ++i) {
