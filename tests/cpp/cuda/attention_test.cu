@@ -4,12 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "attention_testing.h"
 #include "plan_testing.h"
+#include "random_calls.h"
 
 namespace flash_dmattn {
 namespace {
@@ -156,6 +161,41 @@ TEST_P(CudaAttentionOfOneDType, DeterministicRunsHaveTheSameBits) {
   testing::expect_same_bytes(call_, again);
 }
 
+// Sizes around those of tiles, head dims that kernels copy in boxes and such that they do not.
+const testing::RandomSizes kRandomSizes = {.row_counts = {1, 17, 64, 128, 129, 257},
+                                           .key_counts = {1, 64, 128, 200, 513},
+                                           .most_rows = 180,
+                                           .most_keys = 250,
+                                           .head_dims = {8, 40, 64, 72, 96, 127, 128},
+                                           .value_dims = {8, 64, 100, 128},
+                                           .most_entries = 60};
+
+// FLASH_DMATTN_RANDOM_CALLS="first count": of other seeds.
+class RandomCudaAttention : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(RandomCudaAttention, AgreesWithFloat64WhateverNobodySees) {
+  unsigned seed = GetParam() * 10, count = 10;
+  if (const char* seeds = std::getenv("FLASH_DMATTN_RANDOM_CALLS")) std::sscanf(seeds, "%u %u", &seed, &count);
+  for (const unsigned end = seed + count; seed < end; ++seed) {
+    std::mt19937 random(seed);
+    std::vector<std::uint8_t> bytes(200);
+    for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(random());
+    testing::Decisions decisions(bytes.data(), bytes.size());
+    const DType dtype = decisions.byte() % 2 ? DType::kFloat16 : DType::kBFloat16;
+    Variant variant = testing::make_variant(decisions, kRandomSizes);
+    // What CUDA refuses beside lists.
+    const std::size_t dims = variant.mask.size();
+    if (!variant.indices.empty() && (dims == 2 || dims == 4) && variant.mask[dims - 2] != 1) variant.mask = {};
+    Call call(variant, dtype, seed);
+    call.options.deterministic = decisions.byte() % 4 == 0;
+    const Call reference = reference_of(call);
+    if (call.query.count() > 0 && decisions.byte() % 2) testing::poison_unseen(&call);
+    run_on_device(call);
+    EXPECT_EQ(testing::first_difference(call, reference), "") << "seed " << seed;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomCudaAttention, ::testing::Range(0u, 10u));
 INSTANTIATE_TEST_SUITE_P(BFloat16, CudaAttention, ::testing::ValuesIn(every_variant(DType::kBFloat16)),
                          name_of_parameter);
 INSTANTIATE_TEST_SUITE_P(Float16, CudaAttention, ::testing::ValuesIn(every_variant(DType::kFloat16)),
