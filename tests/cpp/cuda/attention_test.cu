@@ -106,6 +106,13 @@ const std::vector<Variant> kVariants = {
     {.name = "causal_128", .shape = {1, 300, 300, 2, 1, 128}, .is_causal = true},
     {.name = "lengths", .shape = {3, 100, 270, 2, 1, 128}, .seqlens = {1, 0, 257}, .is_causal = true},
     {.name = "odd_head_dims", .shape = {1, 70, 150, 2, 1, 71, 50}, .is_causal = true},
+    {.name = "wide_heads", .shape = {1, 150, 200, 2, 2, 192}, .is_causal = true},
+    {.name = "narrow_values", .shape = {1, 200, 300, 4, 2, 192, 128}, .is_causal = true},
+    {.name = "narrow_values_lists",
+     .shape = {1, 200, 400, 2, 2, 192, 128},
+     .is_causal = true,
+     .indices = {1, 1, 200, 60}},
+    {.name = "narrow_values_bias", .shape = {2, 70, 150, 2, 1, 192, 128}, .bias = {1, 2, 1, 150}, .seqlens = {150, 33}},
     {.name = "softcap", .shape = {1, 150, 200, 2, 1, 128}, .bias = {1, 2, 1, 200}, .softcap = 2.5},
     {.name = "key_bias", .shape = {2, 150, 200, 4, 2, 128}, .bias = {1, 2, 1, 200}, .is_causal = true},
     {.name = "sink", .shape = {1, 150, 200, 4, 2, 64}, .is_causal = true, .sink = true},
@@ -166,7 +173,7 @@ const testing::RandomSizes kRandomSizes = {.row_counts = {1, 17, 64, 128, 129, 2
                                            .key_counts = {1, 64, 128, 200, 513},
                                            .most_rows = 180,
                                            .most_keys = 250,
-                                           .head_dims = {8, 40, 64, 72, 96, 127, 128},
+                                           .head_dims = {8, 40, 64, 72, 96, 127, 128, 192},
                                            .value_dims = {8, 64, 100, 128},
                                            .most_entries = 60};
 

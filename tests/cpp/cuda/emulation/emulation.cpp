@@ -104,9 +104,32 @@ void wait_for_groups(Groups& groups, int pending) {
   }
 }
 
+// A block's, of exactly the bytes that its launch asks for, and as aligned as the copy engine wants it.
+class SharedMemory {
+ public:
+  explicit SharedMemory(std::size_t bytes) : bytes_(bytes), memory_(::operator new(bytes, kAlignment)) {}
+  ~SharedMemory() { ::operator delete(memory_, kAlignment); }
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  void* get() const { return memory_; }
+  std::size_t bytes() const { return bytes_; }
+  void fill_with_garbage() const { std::memset(memory_, kGarbage, bytes_); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{1024};
+  std::size_t bytes_;
+  void* memory_;
+};
+
 class Block {
  public:
-  void run(unsigned threads, const std::function<void()>& thread, std::mt19937& order) {
+  // `index`: of the grid; `rank`: of the cluster.
+  void begin(unsigned index, int rank, const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+    const unsigned threads = config.blockDim.x;
+    index_ = index, rank_ = rank;
+    shared_memory_ = std::make_unique<SharedMemory>(config.dynamicSmemBytes);
+    shared_memory_->fill_with_garbage();
     scheduler_.was_entered = true;
     while (fibers_.size() < threads) add_fiber();
     threads_ = threads;
@@ -116,34 +139,45 @@ class Block {
     named_barriers_.assign(kNamedBarriers, NamedBarrier());
     engine_.clear();
     for (unsigned i = 0; i < threads; ++i) start(*fibers_[i]);
-    std::vector<unsigned> warps(warps_.size()), lanes(kWarpLanes);
-    std::iota(warps.begin(), warps.end(), 0u);
-    std::iota(lanes.begin(), lanes.end(), 0u);
-    for (bool goes_on = true; goes_on;) {
-      advanced_ = false;
-      std::shuffle(warps.begin(), warps.end(), order);
-      for (const unsigned warp : warps) {
-        std::shuffle(lanes.begin(), lanes.end(), order);
-        while (resume_lanes(warp, lanes)) continue;
-      }
-      // What is under way advances by chance; if nothing else does, something of it has to.
-      goes_on = advance_operations(!advanced_, order) || advanced_;
+    warp_order_.resize(warps_.size());
+    lane_order_.resize(kWarpLanes);
+    std::iota(warp_order_.begin(), warp_order_.end(), 0u);
+    std::iota(lane_order_.begin(), lane_order_.end(), 0u);
+  }
+
+  // Every thread goes on until it has to wait. Says whether another round may bring more, even if other blocks do
+  // nothing.
+  bool go_on(std::mt19937& order) {
+    blockIdx.x = index_;
+    advanced_ = false;
+    std::shuffle(warp_order_.begin(), warp_order_.end(), order);
+    for (const unsigned warp : warp_order_) {
+      std::shuffle(lane_order_.begin(), lane_order_.end(), order);
+      while (resume_lanes(warp)) continue;
     }
-    for (unsigned i = 0; i < threads; ++i) {
+    // What is under way advances by chance; if nothing else does, something of it has to.
+    return advance_operations(!advanced_, order) || advanced_;
+  }
+
+  void end() const {
+    for (unsigned i = 0; i < threads_; ++i) {
       const Fiber& fiber = *fibers_[i];
       if (fiber.state != State::kDone) {
-        fail("block %u: thread %u waits in %s for ever", blockIdx.x, i, fiber.waits_in);
+        fail("block %u: thread %u waits in %s for ever", index_, i, fiber.waits_in);
       }
       for (const Groups* groups : {&fiber.copies, &fiber.boxes, &fiber.products}) {
         for (const auto& group : *groups) {
-          if (!group.empty()) fail("block %u: thread %u has not waited for what it began", blockIdx.x, i);
+          if (!group.empty()) fail("block %u: thread %u has not waited for what it began", index_, i);
         }
       }
     }
     for (unsigned id = 0; id < kNamedBarriers; ++id) {
-      if (named_barriers_[id].arrived != 0) fail("block %u: barrier %u is left with threads", blockIdx.x, id);
+      if (named_barriers_[id].arrived != 0) fail("block %u: barrier %u is left with threads", index_, id);
     }
   }
+
+  int rank() const { return rank_; }
+  const SharedMemory& shared_memory() const { return *shared_memory_; }
 
   const std::uint64_t (*exchange(const char* what, const std::uint64_t* own, int count))[kWarpLanes] {
     Warp& warp = warps_[current_ / kWarpLanes];
@@ -267,9 +301,9 @@ class Block {
   }
 
   // Whether any lane of the warp could go on.
-  bool resume_lanes(unsigned warp, const std::vector<unsigned>& lanes) {
+  bool resume_lanes(unsigned warp) {
     bool any = false;
-    for (const unsigned lane : lanes) {
+    for (const unsigned lane : lane_order_) {
       const unsigned index = warp * kWarpLanes + lane;
       if (index >= threads_) continue;
       Fiber& fiber = *fibers_[index];
@@ -315,7 +349,11 @@ class Block {
   static constexpr unsigned kNamedBarriers = 16, kMostRoundsInVain = 100000;
   static constexpr const char* kLoop = "a loop";
 
+  unsigned index_ = 0;
+  int rank_ = 0;
+  std::unique_ptr<SharedMemory> shared_memory_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<unsigned> warp_order_, lane_order_;
   std::vector<Warp> warps_;
   std::vector<NamedBarrier> named_barriers_;
   std::vector<Operation> engine_;  // copies in bulk that are under way
@@ -326,10 +364,54 @@ class Block {
   Place scheduler_;
 };
 
-Block& block() {
-  static Block running;
+// The blocks that run at the same time: one, or a cluster.
+class Cluster {
+ public:
+  void run(unsigned first_block, unsigned blocks, const cudaLaunchConfig_t& config, const std::function<void()>& thread,
+           std::mt19937& order) {
+    while (blocks_.size() < blocks) blocks_.push_back(std::make_unique<Block>());
+    size_ = blocks;
+    barrier_ = {};
+    threads_ = blocks * config.blockDim.x;
+    for (unsigned i = 0; i < blocks; ++i) blocks_[i]->begin(first_block + i, static_cast<int>(i), config, thread);
+    for (bool goes_on = true; goes_on;) {
+      goes_on = false;
+      for (unsigned i = 0; i < blocks; ++i) {
+        running_ = blocks_[i].get();
+        goes_on |= running_->go_on(order);
+      }
+    }
+    for (unsigned i = 0; i < blocks; ++i) blocks_[i]->end();
+  }
+
+  Block& running() { return *running_; }
+  Block& block(int rank) {
+    if (rank < 0 || static_cast<unsigned>(rank) >= size_) fail("a cluster of %u has no block %d", size_, rank);
+    return *blocks_[static_cast<std::size_t>(rank)];
+  }
+
+  void barrier() {
+    const unsigned round = barrier_.rounds;
+    if (++barrier_.arrived == threads_) {
+      barrier_.arrived = 0;
+      ++barrier_.rounds;
+    } else {
+      running_->wait_until("sync_cluster", [this, round] { return barrier_.rounds != round; });
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<Block>> blocks_;
+  Block* running_ = nullptr;
+  unsigned size_ = 0, threads_ = 0;
+  NamedBarrier barrier_;
+};
+
+Cluster& cluster() {
+  static Cluster running;
   return running;
 }
+Block& block() { return cluster().running(); }
 
 void Block::run_threads() {
   Block& own = block();
@@ -341,40 +423,21 @@ void Block::run_threads() {
   }
 }
 
-// A block's, of exactly the bytes that its launch asks for, and as aligned as the copy engine wants it.
-class SharedMemory {
- public:
-  explicit SharedMemory(std::size_t bytes) : bytes_(bytes), memory_(::operator new(bytes, kAlignment)) {}
-  ~SharedMemory() { ::operator delete(memory_, kAlignment); }
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
+unsigned cluster_blocks(const cudaLaunchConfig_t& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) return config.attrs[i].val.clusterDim.x;
+  }
+  return 1;
+}
 
-  void* get() const { return memory_; }
-  std::size_t bytes() const { return bytes_; }
-  void fill_with_garbage() const { std::memset(memory_, kGarbage, bytes_); }
-
- private:
-  static constexpr std::align_val_t kAlignment{1024};
-  std::size_t bytes_;
-  void* memory_;
-};
-const SharedMemory* shared_memory = nullptr;  // of the block that runs
-
-cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+void run(const cudaLaunchConfig_t& config, unsigned blocks, const std::function<void()>& thread) {
   static std::mt19937 order;
-  const SharedMemory memory(config.dynamicSmemBytes);
-  shared_memory = &memory;
   gridDim = config.gridDim;
   blockDim = config.blockDim;
-  std::vector<unsigned> blocks(config.gridDim.x);
-  std::iota(blocks.begin(), blocks.end(), 0u);
-  std::shuffle(blocks.begin(), blocks.end(), order);
-  for (const unsigned index : blocks) {
-    blockIdx.x = index;
-    memory.fill_with_garbage();
-    block().run(config.blockDim.x, thread, order);
-  }
-  return cudaSuccess;
+  std::vector<unsigned> clusters(config.gridDim.x / blocks);
+  std::iota(clusters.begin(), clusters.end(), 0u);
+  std::shuffle(clusters.begin(), clusters.end(), order);
+  for (const unsigned index : clusters) cluster().run(index * blocks, blocks, config, thread, order);
 }
 
 // Now, or whenever the graph that captures the stream is launched.
@@ -445,8 +508,11 @@ bool arrive_at_named_barrier(int id, int threads, bool value, bool waits) {
   return barrier.last_all;
 }
 
-void* dynamic_shared_memory() { return shared_memory->get(); }
-std::size_t dynamic_shared_bytes() { return shared_memory->bytes(); }
+void* dynamic_shared_memory() { return block().shared_memory().get(); }
+std::size_t dynamic_shared_bytes() { return block().shared_memory().bytes(); }
+void* dynamic_shared_memory_of(int rank) { return cluster().block(rank).shared_memory().get(); }
+int block_rank() { return block().rank(); }
+void sync_cluster() { cluster().barrier(); }
 
 void fail(const char* format, ...) {
   std::va_list arguments;
@@ -462,7 +528,10 @@ cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> threa
   if (config.blockDim.x == 0 || config.blockDim.x > kMostThreads || config.dynamicSmemBytes > kMostSharedBytes) {
     return cudaErrorInvalidConfiguration;
   }
-  return enqueue(config.stream, [config, thread = std::move(thread)] { run(config, thread); });
+  // The attributes are the caller's, who has left when a graph runs.
+  const unsigned blocks = cluster_blocks(config);
+  if (config.gridDim.x % blocks != 0) return cudaErrorInvalidConfiguration;
+  return enqueue(config.stream, [config, blocks, thread = std::move(thread)] { run(config, blocks, thread); });
 }
 
 }  // namespace cuda_emulation
@@ -504,7 +573,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 // A small Hopper: blocks that stay for many works have some.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  constexpr int kProcessors = 3;
+  constexpr int kProcessors = 4;
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor:
       *value = 9;

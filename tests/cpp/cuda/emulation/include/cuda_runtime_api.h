@@ -2,12 +2,12 @@
 // everywhere and under AddressSanitizer. This stands in for the CUDA toolkit's header of the same name; emulation.h is
 // what kernels see beside it, and cuda/ptx stands in for the instructions that kernels name (src/cuda/ptx).
 //
-// Blocks run one after another, in an order of chance. Each thread of a block is a fiber: it runs until it meets a
-// barrier or a function of its warp, and the one that goes on then is chosen by chance, too, so that a missing barrier
-// shows. What the GPU does beside threads, copies and Hopper's products, is done at any time before it is waited for.
-// What differs from a GPU: fibers switch only there (races between neighbouring instructions do not show), memory is
-// that of a sequentially consistent machine (nor does a missing fence), there are no clusters, as blocks do not run at
-// the same time, and nothing can be told about time.
+// Blocks run one after another, in an order of chance, those of a cluster by turns. Each thread of a block is a fiber:
+// it runs until it meets a barrier or a function of its warp, and the one that goes on then is chosen by chance, too,
+// so that a missing barrier shows. What the GPU does beside threads, copies and Hopper's products, is done at any time
+// before it is waited for. What differs from a GPU: fibers switch only there (races between neighbouring instructions
+// do not show), memory is that of a sequentially consistent machine (nor does a missing fence), and nothing can be told
+// about time.
 #pragma once
 
 #include <cstddef>

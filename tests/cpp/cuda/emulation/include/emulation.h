@@ -23,7 +23,8 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// One block runs at a time, and its memory is not that of one before: it may hold anything, as on a GPU.
+// One block runs at a time, and its memory is not that of one before: it may hold anything, as on a GPU. Not for
+// clusters, whose blocks would share it.
 #define __shared__ static
 
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -40,6 +41,10 @@ constexpr int kMostExchanged = 3;
 const std::uint64_t (*exchange(const char* what, const std::uint64_t* values, int count))[kWarpLanes];
 void* dynamic_shared_memory();
 std::size_t dynamic_shared_bytes();
+// Of a cluster: another block's, the running one's number, a barrier of all threads.
+void* dynamic_shared_memory_of(int rank);
+int block_rank();
+void sync_cluster();
 // A thread's copies in groups, as cp.async has them. after_copies: once all that it has begun are done.
 void copy_in_background(std::function<void()> copy);
 void commit_copies();

@@ -1,24 +1,47 @@
-// In place of src/cuda/ptx/cluster.cuh: blocks run one after another, so there are no clusters.
+// In place of src/cuda/ptx/cluster.cuh.
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
+#include <cstring>
+
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "emulation.h"
 
 namespace flash_dmattn::internal::cuda {
 
+// Kernels that ask declare shared memory, which blocks that run at the same time would have in common here.
 constexpr bool kHasClusters = false;
-inline void sync_cluster() { std::abort(); }
-inline std::uint32_t address_in_block(std::uint32_t /*address*/, int /*rank*/) { std::abort(); }
-inline float load_from_block(std::uint32_t /*address*/) { std::abort(); }
-inline float2 load_pair_from_block(std::uint32_t /*address*/) { std::abort(); }
-inline int block_rank() { return 0; }
-inline void arrive_in_block(std::uint32_t /*barrier*/) { std::abort(); }
-inline void store_in_block(std::uint32_t /*address*/, std::int32_t /*word*/, std::uint32_t /*barrier*/) {
-  std::abort();
+
+inline void sync_cluster() { cuda_emulation::sync_cluster(); }
+inline int block_rank() { return cuda_emulation::block_rank(); }
+inline std::uint32_t address_in_block(std::uint32_t address, int rank) {
+  return address + kOfBlock * static_cast<std::uint32_t>(rank + 1);
 }
-inline void copy_to_block(std::uint32_t /*address*/, std::uint32_t /*shared*/, std::uint32_t /*bytes*/,
-                          std::uint32_t /*barrier*/) {
-  std::abort();
+
+inline float load_from_block(std::uint32_t address) {
+  float value;
+  std::memcpy(&value, shared_memory_at(address, 4), 4);
+  return value;
+}
+inline float2 load_pair_from_block(std::uint32_t address) {
+  float2 pair;
+  std::memcpy(&pair, shared_memory_at(address, 8), 8);
+  return pair;
+}
+
+inline void arrive_in_block(std::uint32_t barrier) { EmulatedBarrier::at(barrier).arrive(); }
+inline void store_in_block(std::uint32_t address, std::int32_t word, std::uint32_t barrier) {
+  cuda_emulation::copy_in_bulk([=] {
+    std::memcpy(shared_memory_at(address, 4), &word, 4);
+    EmulatedBarrier::at(barrier).expect(-4);
+  });
+}
+inline void copy_to_block(std::uint32_t address, std::uint32_t shared, std::uint32_t bytes, std::uint32_t barrier) {
+  cuda_emulation::copy_in_bulk([=] {
+    std::memcpy(shared_memory_at(address, 16), shared_memory_at(shared, 16), bytes);
+    EmulatedBarrier::at(barrier).expect(-static_cast<std::int32_t>(bytes));
+  });
 }
 
 }  // namespace flash_dmattn::internal::cuda

@@ -1,6 +1,7 @@
 // In place of src/cuda/ptx/copy.cuh. An address of shared memory is its distance from the beginning of the dynamic one;
-// of what is declared in a kernel, which is static here, that from an anchor in the program, kDeclared further on. A
-// copy in the background is done by chance, at once or at any time before it is waited for.
+// of what is declared in a kernel, which is static here, that from an anchor in the program, kDeclared further on. What
+// another block of the cluster has is at kOfBlock times its rank plus 1. A copy in the background is done by chance, at
+// once or at any time before it is waited for.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace flash_dmattn::internal::cuda {
 
-constexpr std::uint32_t kDeclared = 1u << 30;
+constexpr std::uint32_t kDeclared = 1u << 30, kOfBlock = 1u << 24;
 alignas(1024) inline unsigned char declared_anchor[1024];
 
 inline std::uint32_t shared_address(const void* pointer) {
@@ -26,7 +27,11 @@ inline unsigned char* shared_memory_at(std::uint32_t shared, int bytes) {
   if (shared % static_cast<unsigned>(bytes) != 0) {
     cuda_emulation::fail("shared address %u is not aligned to %d", shared, bytes);
   }
-  if (shared < kDeclared / 2) return static_cast<unsigned char*>(cuda_emulation::dynamic_shared_memory()) + shared;
+  if (shared < kOfBlock) return static_cast<unsigned char*>(cuda_emulation::dynamic_shared_memory()) + shared;
+  if (shared < kDeclared / 2) {
+    void* memory = cuda_emulation::dynamic_shared_memory_of(static_cast<int>(shared / kOfBlock) - 1);
+    return static_cast<unsigned char*>(memory) + shared % kOfBlock;
+  }
   return declared_anchor + static_cast<std::int32_t>(shared - kDeclared);
 }
 
