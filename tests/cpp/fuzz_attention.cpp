@@ -1,8 +1,6 @@
 // Small calls of every kind through the library: forward, backward and plan. Whatever is visible, results are those of
 // float64, the same bits for any number of workers, untouched by what nobody sees, and the work is what the plan
 // reports. Entry point of libFuzzer (`make fuzz`); attention_test feeds the same function with pseudo-random bytes.
-#include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>

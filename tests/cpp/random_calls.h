@@ -32,16 +32,14 @@ inline std::vector<std::int64_t> broadcast_shape(Decisions& decisions, const Sha
 // What make_variant chooses from.
 struct RandomSizes {
   std::vector<std::int64_t> row_counts, key_counts;  // in a quarter of the calls
-  int most_rows, most_keys;                          // in the others
+  int most_rows, most_keys;                          // in the others, up to 255
   std::vector<std::int64_t> head_dims, value_dims;   // values have another head dim in half of the calls
   int most_entries;                                  // of a list
 };
 
 inline Variant make_variant(Decisions& decisions, const RandomSizes& sizes) {
   const auto chosen = [&](const std::vector<std::int64_t>& values) { return values[decisions.byte() % values.size()]; };
-  const auto up_to = [&](int most) {
-    return most < 256 ? decisions.byte() % (most + 1) : decisions.raw<std::uint16_t>() % (most + 1);
-  };
+  const auto up_to = [&](int most) { return decisions.byte() % (most + 1); };
   const auto some = [&] { return decisions.byte() % 2 == 1; };
   Variant variant;
   Shape& s = variant.shape;

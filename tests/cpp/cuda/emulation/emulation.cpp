@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <cstdio>
 #include <deque>
@@ -72,6 +73,8 @@ struct Fiber {
   // (wgmma) that the thread has begun.
   Groups copies = {}, boxes = {}, products = {};
   std::size_t product_groups = 0;  // that were committed
+
+  std::array<Groups*, 3> begun() { return {&copies, &boxes, &products}; }
 };
 
 // Threads that have arrived, and how often there were enough of them.
@@ -161,11 +164,11 @@ class Block {
 
   void end() const {
     for (unsigned i = 0; i < threads_; ++i) {
-      const Fiber& fiber = *fibers_[i];
+      Fiber& fiber = *fibers_[i];
       if (fiber.state != State::kDone) {
         fail("block %u: thread %u waits in %s for ever", index_, i, fiber.waits_in);
       }
-      for (const Groups* groups : {&fiber.copies, &fiber.boxes, &fiber.products}) {
+      for (const Groups* groups : fiber.begun()) {
         for (const auto& group : *groups) {
           if (!group.empty()) fail("block %u: thread %u has not waited for what it began", index_, i);
         }
@@ -209,6 +212,20 @@ class Block {
     if (may_go_on()) return;
     fiber.may_go_on = std::move(may_go_on);
     wait(fiber, State::kWaiting, what);
+  }
+
+  // Says whether `value` held in all threads, if the thread waits for the others.
+  bool arrive_at(NamedBarrier& barrier, unsigned threads, const char* what, bool value, bool waits) {
+    barrier.all &= value;
+    const unsigned round = barrier.rounds;
+    if (++barrier.arrived == threads) {
+      barrier.last_all = barrier.all;
+      barrier.arrived = 0, barrier.all = true;
+      ++barrier.rounds;
+    } else if (waits) {
+      wait_until(what, [&barrier, round] { return barrier.rounds != round; });
+    }
+    return barrier.last_all;
   }
 
   void commit_products() {
@@ -263,7 +280,7 @@ class Block {
     fiber.state = State::kReady;
     fiber.exchanges = 0;
     fiber.product_groups = 0;
-    for (Groups* groups : {&fiber.copies, &fiber.boxes, &fiber.products}) groups->assign(1, {});
+    for (Groups* groups : fiber.begun()) groups->assign(1, {});
   }
 
   // `one_at_least`: if there is any. Says whether something may still happen: an operation, or a loop's next round.
@@ -271,7 +288,7 @@ class Block {
     ++round_;
     std::vector<std::pair<unsigned, Groups*>> begun;
     for (unsigned i = 0; i < threads_; ++i) {
-      for (Groups* groups : {&fibers_[i]->copies, &fibers_[i]->boxes, &fibers_[i]->products}) {
+      for (Groups* groups : fibers_[i]->begun()) {
         if (groups->size() > 1 || !groups->front().empty()) begun.emplace_back(i, groups);
       }
     }
@@ -390,15 +407,7 @@ class Cluster {
     return *blocks_[static_cast<std::size_t>(rank)];
   }
 
-  void barrier() {
-    const unsigned round = barrier_.rounds;
-    if (++barrier_.arrived == threads_) {
-      barrier_.arrived = 0;
-      ++barrier_.rounds;
-    } else {
-      running_->wait_until("sync_cluster", [this, round] { return barrier_.rounds != round; });
-    }
-  }
+  void barrier() { running_->arrive_at(barrier_, threads_, "sync_cluster", true, true); }
 
  private:
   std::vector<std::unique_ptr<Block>> blocks_;
@@ -495,17 +504,8 @@ void wait_until(const char* what, std::function<bool()> may_go_on) { block().wai
 void give_way() { block().give_way(); }
 
 bool arrive_at_named_barrier(int id, int threads, bool value, bool waits) {
-  NamedBarrier& barrier = block().named_barrier(id);
-  barrier.all &= value;
-  const unsigned round = barrier.rounds;
-  if (++barrier.arrived == static_cast<unsigned>(threads)) {
-    barrier.last_all = barrier.all;
-    barrier.arrived = 0, barrier.all = true;
-    ++barrier.rounds;
-  } else if (waits) {
-    block().wait_until("a named barrier", [&barrier, round] { return barrier.rounds != round; });
-  }
-  return barrier.last_all;
+  Block& own = block();
+  return own.arrive_at(own.named_barrier(id), static_cast<unsigned>(threads), "a named barrier", value, waits);
 }
 
 void* dynamic_shared_memory() { return block().shared_memory().get(); }

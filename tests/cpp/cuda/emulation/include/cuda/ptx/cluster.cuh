@@ -19,29 +19,16 @@ inline std::uint32_t address_in_block(std::uint32_t address, int rank) {
   return address + kOfBlock * static_cast<std::uint32_t>(rank + 1);
 }
 
-inline float load_from_block(std::uint32_t address) {
-  float value;
-  std::memcpy(&value, shared_memory_at(address, 4), 4);
-  return value;
-}
-inline float2 load_pair_from_block(std::uint32_t address) {
-  float2 pair;
-  std::memcpy(&pair, shared_memory_at(address, 8), 8);
-  return pair;
-}
+inline float load_from_block(std::uint32_t address) { return __uint_as_float(load_shared(address)); }
+inline float2 load_pair_from_block(std::uint32_t address) { return load_shared_float2(address); }
 
 inline void arrive_in_block(std::uint32_t barrier) { EmulatedBarrier::at(barrier).arrive(); }
 inline void store_in_block(std::uint32_t address, std::int32_t word, std::uint32_t barrier) {
-  cuda_emulation::copy_in_bulk([=] {
-    std::memcpy(shared_memory_at(address, 4), &word, 4);
-    EmulatedBarrier::at(barrier).expect(-4);
-  });
+  copy_telling(barrier, sizeof(word), [=] { store_shared(address, static_cast<std::uint32_t>(word)); });
 }
 inline void copy_to_block(std::uint32_t address, std::uint32_t shared, std::uint32_t bytes, std::uint32_t barrier) {
-  cuda_emulation::copy_in_bulk([=] {
-    std::memcpy(shared_memory_at(address, 16), shared_memory_at(shared, 16), bytes);
-    EmulatedBarrier::at(barrier).expect(-static_cast<std::int32_t>(bytes));
-  });
+  copy_telling(barrier, bytes,
+               [=] { std::memcpy(shared_memory_at(address, 16), shared_memory_at(shared, 16), bytes); });
 }
 
 }  // namespace flash_dmattn::internal::cuda

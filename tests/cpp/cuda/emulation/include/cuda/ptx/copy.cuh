@@ -35,6 +35,9 @@ inline unsigned char* shared_memory_at(std::uint32_t shared, int bytes) {
   return declared_anchor + static_cast<std::int32_t>(shared - kDeclared);
 }
 
+// Where a byte of a row of 128 lies in a panel: its piece of 16 is swizzled by the row's address.
+inline std::uint32_t swizzled(std::uint32_t shared) { return shared ^ (shared >> 7 & 7) << 4; }
+
 inline unsigned char* at_kept_address(unsigned char* memory) { return memory; }
 
 enum class L2Policy : std::uint64_t { kUsedOnce, kKept };

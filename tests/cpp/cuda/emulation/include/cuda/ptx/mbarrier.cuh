@@ -51,6 +51,14 @@ inline void arrive_expecting(std::uint32_t barrier, std::uint32_t bytes) {
   expect_bytes(barrier, bytes);
   arrive(barrier);
 }
+// Copies `bytes` in bulk, by copy(), and tells the barrier of them.
+template <typename Copy>
+void copy_telling(std::uint32_t barrier, std::uint32_t bytes, Copy copy) {
+  cuda_emulation::copy_in_bulk([=] {
+    copy();
+    EmulatedBarrier::at(barrier).expect(-static_cast<std::int32_t>(bytes));
+  });
+}
 inline void arrive_when_copied(std::uint32_t barrier) {
   cuda_emulation::after_copies([=] { arrive(barrier); });
 }

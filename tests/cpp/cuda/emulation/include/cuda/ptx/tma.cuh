@@ -11,9 +11,6 @@
 
 namespace flash_dmattn::internal::cuda {
 
-// Pieces of 16 bytes are swizzled by the address of their row of 128.
-inline std::uint32_t swizzled(std::uint32_t shared) { return shared ^ (shared >> 7 & 7) << 4; }
-
 // visit(address in shared memory, address in global memory or null, which is outside of the tensor) of every element.
 template <typename Visit>
 void for_each_of_box(const CUtensorMap& map, int column, int token, int head, int batch, std::uint32_t shared,
@@ -36,7 +33,7 @@ void for_each_of_box(const CUtensorMap& map, int column, int token, int head, in
 
 inline void load_box(std::uint32_t shared, const CUtensorMap& map, int column, int token, int head, int batch,
                      std::uint32_t barrier) {
-  cuda_emulation::copy_in_bulk([=] {
+  copy_telling(barrier, 2 * map.box[0] * map.box[1], [=] {
     for_each_of_box(map, column, token, head, batch, shared, [](unsigned char* own, const unsigned char* global) {
       if (global != nullptr) {
         std::memcpy(own, global, 2);
@@ -44,16 +41,12 @@ inline void load_box(std::uint32_t shared, const CUtensorMap& map, int column, i
         std::memset(own, 0, 2);
       }
     });
-    EmulatedBarrier::at(barrier).expect(-static_cast<std::int32_t>(2 * map.box[0] * map.box[1]));
   });
 }
 
 inline void load_bytes(std::uint32_t shared, const void* global, std::uint32_t bytes, std::uint32_t barrier) {
   if (bytes % 16 != 0) cuda_emulation::fail("a copy of %u bytes", bytes);
-  cuda_emulation::copy_in_bulk([=] {
-    std::memcpy(shared_memory_at(shared, 16), global, bytes);
-    EmulatedBarrier::at(barrier).expect(-static_cast<std::int32_t>(bytes));
-  });
+  copy_telling(barrier, bytes, [=] { std::memcpy(shared_memory_at(shared, 16), global, bytes); });
 }
 
 inline void store_box(const CUtensorMap& map, int column, int token, int head, int batch, std::uint32_t shared) {

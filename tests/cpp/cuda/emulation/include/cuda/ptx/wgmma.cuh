@@ -43,7 +43,7 @@ inline std::uint64_t brief_matrix_descriptor(std::uint32_t address, std::uint32_
 }
 inline std::uint64_t advanced(std::uint64_t descriptor, std::uint32_t bytes) { return descriptor + (bytes >> 4); }
 
-// Element (row, column) of the matrix that a descriptor names. Swizzled as load_box does it.
+// Element (row, column) of the matrix that a descriptor names.
 template <typename Element>
 float matrix_element(std::uint64_t descriptor, int row, int column) {
   const auto field = [&](int shift) { return static_cast<std::uint32_t>(descriptor >> shift & 0x3fff) << 4; };
@@ -51,7 +51,7 @@ float matrix_element(std::uint64_t descriptor, int row, int column) {
                                static_cast<std::uint32_t>(column / 64) * field(16) +
                                static_cast<std::uint32_t>(row % 8 * 128 + column % 64 * 2);
   std::uint16_t bits;
-  std::memcpy(&bits, shared_memory_at(linear ^ (linear >> 7 & 7) << 4, 2), 2);
+  std::memcpy(&bits, shared_memory_at(swizzled(linear), 2), 2);
   return all_numbers<Element>()[bits];
 }
 
