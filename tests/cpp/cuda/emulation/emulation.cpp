@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "cudaTypedefs.h"
+#include "execution.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -27,20 +27,11 @@
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-struct cudaStream {
-  cudaGraph* captured_by = nullptr;
-};
-struct cudaGraph {
-  std::vector<std::function<void()>> nodes;
-};
-
 namespace cuda_emulation {
 namespace {
 
 constexpr std::size_t kStackBytes = 256 << 10;
-constexpr int kMostThreads = 1024;
 constexpr unsigned kWarpGroupThreads = 128;
-constexpr std::size_t kMostSharedBytes = 227 << 10;  // of compute capability 9.0
 constexpr int kGarbage = 0xa5;
 
 // kWaiting: until a condition holds.
@@ -432,33 +423,6 @@ void Block::run_threads() {
   }
 }
 
-unsigned cluster_blocks(const cudaLaunchConfig_t& config) {
-  for (unsigned i = 0; i < config.numAttrs; ++i) {
-    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) return config.attrs[i].val.clusterDim.x;
-  }
-  return 1;
-}
-
-void run(const cudaLaunchConfig_t& config, unsigned blocks, const std::function<void()>& thread) {
-  static std::mt19937 order;
-  gridDim = config.gridDim;
-  blockDim = config.blockDim;
-  std::vector<unsigned> clusters(config.gridDim.x / blocks);
-  std::iota(clusters.begin(), clusters.end(), 0u);
-  std::shuffle(clusters.begin(), clusters.end(), order);
-  for (const unsigned index : clusters) cluster().run(index * blocks, blocks, config, thread, order);
-}
-
-// Now, or whenever the graph that captures the stream is launched.
-cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
-  if (stream != nullptr && stream->captured_by != nullptr) {
-    stream->captured_by->nodes.push_back(std::move(work));
-  } else {
-    work();
-  }
-  return cudaSuccess;
-}
-
 }  // namespace
 
 const std::uint64_t* exchange(const char* what, std::uint64_t value) { return block().exchange(what, &value, 1)[0]; }
@@ -524,124 +488,16 @@ void fail(const char* format, ...) {
   std::abort();
 }
 
-cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> thread) {
-  if (config.blockDim.x == 0 || config.blockDim.x > kMostThreads || config.dynamicSmemBytes > kMostSharedBytes) {
-    return cudaErrorInvalidConfiguration;
-  }
-  // The attributes are the caller's, who has left when a graph runs.
-  const unsigned blocks = cluster_blocks(config);
-  if (config.gridDim.x % blocks != 0) return cudaErrorInvalidConfiguration;
-  return enqueue(config.stream, [config, blocks, thread = std::move(thread)] { run(config, blocks, thread); });
+void run(const cudaLaunchConfig_t& config, unsigned blocks, const std::function<void()>& thread) {
+  static std::mt19937 order;
+  gridDim = config.gridDim;
+  blockDim = config.blockDim;
+  std::vector<unsigned> clusters(config.gridDim.x / blocks);
+  std::iota(clusters.begin(), clusters.end(), 0u);
+  std::shuffle(clusters.begin(), clusters.end(), order);
+  for (const unsigned index : clusters) cluster().run(index * blocks, blocks, config, thread, order);
 }
 
 }  // namespace cuda_emulation
 
 void __syncthreads() { cuda_emulation::block().barrier(); }
-
-const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "emulated error"; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-
-cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
-  constexpr std::size_t kAlignment = 256;
-  return posix_memalign(memory, kAlignment, bytes) == 0 ? cudaSuccess : cudaErrorMemoryAllocation;
-}
-cudaError_t cudaFree(void* memory) {
-  std::free(memory);
-  return cudaSuccess;
-}
-cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind /*kind*/) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
-  return cudaSuccess;
-}
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
-  return cuda_emulation::enqueue(stream, [=] { cudaMemcpy(to, from, bytes, kind); });
-}
-cudaError_t cudaMemset(void* memory, int value, std::size_t bytes) {
-  return cudaMemsetAsync(memory, value, bytes, nullptr);
-}
-cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream) {
-  return cuda_emulation::enqueue(stream, [=] { std::memset(memory, value, bytes); });
-}
-
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
-  return cudaSuccess;
-}
-// A small Hopper: blocks that stay for many works have some.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  constexpr int kProcessors = 4;
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = static_cast<int>(cuda_emulation::kMostSharedBytes);
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = kProcessors;
-      break;
-  }
-  return cudaSuccess;
-}
-
-static int encode_tensor_map(CUtensorMap* map, CUtensorMapDataType /*type*/, cuuint32_t /*rank*/, void* data,
-                             const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                             const cuuint32_t* /*steps*/, CUtensorMapInterleave /*interleave*/,
-                             CUtensorMapSwizzle /*swizzle*/, CUtensorMapL2promotion /*promotion*/,
-                             CUtensorMapFloatOOBfill /*fill*/) {
-  map->data = static_cast<unsigned char*>(data);
-  std::copy_n(sizes, 4, map->sizes);
-  std::copy_n(strides, 3, map->strides);
-  std::copy_n(box, 4, map->box);
-  return cudaSuccess;
-}
-cudaError_t cudaGetDriverEntryPointByVersion(const char* /*name*/, void** function, unsigned /*version*/,
-                                             unsigned long long /*flags*/, cudaDriverEntryPointQueryResult* result) {
-  *function = reinterpret_cast<void*>(&encode_tensor_map);
-  *result = cudaDriverEntryPointSuccess;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-cudaError_t cudaFuncSetAttribute(const void* /*kernel*/, cudaFuncAttribute /*attribute*/, int /*value*/) {
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  *stream = new cudaStream;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  delete stream;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamSynchronize(cudaStream_t /*stream*/) { return cudaSuccess; }
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode /*mode*/) {
-  stream->captured_by = new cudaGraph;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  *graph = stream->captured_by;
-  stream->captured_by = nullptr;
-  return cudaSuccess;
-}
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long /*flags*/) {
-  *executable = new cudaGraph(*graph);
-  return cudaSuccess;
-}
-cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t /*stream*/) {
-  for (const auto& node : executable->nodes) node();
-  return cudaSuccess;
-}
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) { return cudaGraphDestroy(executable); }
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  delete graph;
-  return cudaSuccess;
-}
