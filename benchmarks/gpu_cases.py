@@ -34,6 +34,7 @@ from gpu_common import (
     fa4_tiles,
     if_installed,
     normal,
+    step_of,
     sustained_sampler,
     topk_mask,
 )
@@ -345,6 +346,24 @@ def biases(bench: Bench) -> Iterator[Comparison]:
         check_equal(ours(), others[CUDNN]().transpose(1, 2))
         case = f"bias {name} {problem.name}"
         yield from bench.compare(case, "forward", ours, others, goals={CUDNN: goal} if goal else None)
+        if rows > 1:
+            yield from _bias_gradients(bench, case, problem, bias)
+
+
+def _bias_gradients(bench: Bench, case: str, problem: Problem, bias: Tensor) -> Iterator[Comparison]:
+    """With the gradient of the bias, which cuDNN has no kernel for."""
+    leaves, their_leaves = ([*each, bias.clone().requires_grad_()] for each in (problem.leaves, problem.their_leaves))
+    query, key, value, own = leaves
+    others = {
+        CUDNN: step_of(
+            problem.sdpa(SDPBackend.CUDNN_ATTENTION, attn_mask=bias), problem.their_leaves, problem.their_dout
+        ),
+        EFFICIENT: step_of(
+            problem.sdpa(SDPBackend.EFFICIENT_ATTENTION, attn_mask=their_leaves[3]), their_leaves, problem.their_dout
+        ),
+    }
+    step = step_of(lambda: attention(query, key, value, bias=own), leaves, problem.dout)
+    yield from bench.compare(case, "forward and backward", step, others, goals={CUDNN: 1.3})
 
 
 def densities(bench: Bench) -> Iterator[Comparison]:

@@ -57,6 +57,11 @@ void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& 
   if (scratch.bias_sums == BiasSums::kInPlace) {
     launches->then([&] { return clear(scratch.dbias_sums, scratch.dbias_bytes, stream); });
   }
+  const Visibility& visibility = scratch.prepared.visibility;
+  if (scratch.bias_sums == BiasSums::kStored && (visibility.is_causal || visibility.seqlens != nullptr)) {
+    const std::size_t bytes = static_cast<std::size_t>(bias_elements(problem.dbias)) * size_of(problem.dbias.dtype);
+    launches->then([&] { return clear(problem.dbias.data, bytes, stream); });
+  }
   bool beside = false;  // the kernel before lets the next one begin
   if (sums.marks == nullptr) {
     launches->then([&] { return clear(sums.dkey, scratch.key_bytes, stream); });
@@ -93,8 +98,8 @@ void launch_key_passes(const BackwardProblem& problem, const BackwardScratch& sc
                        BackwardParams params, Launches* launches) {
   // In a deterministic backward without turns some are left to launch_query_backward.
   if (scratch.deterministic && params.bias_by_row) params.dbias_sums = nullptr;
-  const bool wanted =
-      params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr || params.dbias_sums != nullptr;
+  const bool wanted = params.wants_dkey || params.wants_dvalue || params.dquery_sums != nullptr ||
+                      params.dbias_sums != nullptr || scratch.bias_sums == BiasSums::kStored;
   if (problem.keys == 0 || !wanted) return;
   const auto launch = [&] { launches->then([&] { return kernels.launch(params, scratch.prepared.planned); }); };
   if (!scratch.adds_by_launches()) return launch();

@@ -18,9 +18,10 @@ namespace flash_dmattn::internal::cuda {
 struct BackwardTiles {
   int rows, keys;
   int stays_on = 0;
-  int stored_share = 0;   // as MetOnceTiles::least_share; 0: there are no kernels that store them
-  int value_columns = 0;  // of sums of dvalue
-  int own_blocks = 1;     // so many blocks, each on its multiprocessor, own a tile of keys together
+  int stored_share = 0;       // as MetOnceTiles::least_share; 0: there are no kernels that store them
+  int value_columns = 0;      // of sums of dvalue
+  int own_blocks = 1;         // so many blocks, each on its multiprocessor, own a tile of keys together
+  bool stores_dbias = false;  // the gradient of a bias that every score has to itself is stored, not added up
   bool stays() const { return stays_on > 0; }
 };
 
@@ -35,6 +36,7 @@ enum class BiasSums : std::uint8_t {
   kNone,     // it is not asked for
   kInPlace,  // in the gradient itself, which is float32
   kRounded,  // in fp32 of its shape; launch_bias_gradients rounds it
+  kStored,   // nowhere: every score has its own, and what no row sees is cleared before
   kByHead,   // one part for every color, query head and key, added up in one order by launch_reduced_bias_gradients
 };
 

@@ -37,6 +37,12 @@ __device__ inline void store_matrices(std::uint32_t shared, const std::uint32_t 
                "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
                : "memory");
 }
+// The same of their transposes.
+__device__ inline void store_matrices_transposed(std::uint32_t shared, const std::uint32_t (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
 
 // A matrix in shared memory, PTX ISA "Matrix Descriptor Format": panels of 64 columns, 128 bytes a row, whose pieces of
 // 16 bytes are swizzled (piece ^ row % 8); a panel begins at a multiple of 1024 bytes. `row_group`: bytes from one

@@ -26,14 +26,15 @@ namespace flash_dmattn::internal::cuda::sm90 {
 template <typename ElementType, int kHeadDim, int kValueDim, bool kIsPlanned, std::uint32_t kItsAbsent>
 struct BackwardBlock {
   using Element = ElementType;
-  using Config = BackwardConfig<kHeadDim, kValueDim>;
+  static constexpr bool kRowBiased = (kItsAbsent & kRowBiasMark) == 0;
+  using Config = BackwardConfig<kHeadDim, kValueDim, kRowBiased>;
   using Facts = StepFacts<Config>;
   static constexpr bool kPlanned = kIsPlanned;
   static constexpr std::uint32_t kAbsent = kItsAbsent;
   // Whether dquery of steps whose rows are met once is stored.
   static constexpr bool kStoresQueries =
       kPlanned && Config::kMayStoreQueries && (kAbsent & Facts::kTakesTurns) != 0 && (kAbsent & Facts::kMetOnce) == 0;
-  static constexpr bool kIsPlain = (kAbsent & Facts::kBiased) != 0;
+  static constexpr bool kIsPlain = (kAbsent & Facts::kBiased) != 0 && !kRowBiased;
   static constexpr bool kReadsWordsAhead = kPlanned && Config::kReadsWordsAhead;
   // Whether the block is one of two that share works (BackwardConfig::kPairs).
   static constexpr bool kPaired = Config::kPairs && (kAbsent & Facts::kTakesTurns) != 0;
@@ -74,6 +75,20 @@ struct BackwardBlock {
   struct Alone {
     __device__ void init() {}
   };
+  // A bias that differs by row: of a step, each consumer's keys by themselves.
+  struct RowBias {
+    Pipeline<1> consumers[Config::kConsumers];
+    std::uint32_t steps_brought;
+    // Of steps, by number: where their scores are in the tensor. Read when the next step is under way.
+    struct Place {
+      int first_row, head;
+    } places[Facts::kNumbers];
+
+    __device__ void init() {
+      steps_brought = 0;
+      for (auto& pipeline : consumers) pipeline.init(1, 4);
+    }
+  };
 
   struct Shared {
     Pipeline<kStages> steps;
@@ -100,6 +115,7 @@ struct BackwardBlock {
     std::uint32_t marks;                // those of the call
     bool has_unseen_row;                // the call has one
     std::conditional_t<kPaired, Pair, Alone> pair;
+    std::conditional_t<kRowBiased, RowBias, Alone> row_bias;
   };
   // Of the other block of a pair: two panels of its keys, and gradients of its scores.
   static constexpr std::size_t kOtherKeyBytes = kPaired ? 2 * kKeyPanel : 0,
@@ -109,8 +125,8 @@ struct BackwardBlock {
 
   const BackwardParams& params;
   const BackwardMaps& maps;
-  std::uint32_t keys, values, queries, score_gradients, probabilities;  // in shared memory
-  std::uint32_t other_keys, other_score_gradients;                      // likewise, of a pair
+  std::uint32_t keys, values, queries, score_gradients, probabilities, biases;  // in shared memory
+  std::uint32_t other_keys, other_score_gradients;                              // likewise, of a pair
   Shared& shared;
 
   __device__ BackwardBlock(const BackwardParams& params, const BackwardMaps& maps, unsigned char* memory)
@@ -121,6 +137,7 @@ struct BackwardBlock {
         queries(values + static_cast<std::uint32_t>(Config::kValueBytes)),
         score_gradients(queries + static_cast<std::uint32_t>(kStages * Config::kRowBytes)),
         probabilities(score_gradients + static_cast<std::uint32_t>(Config::kScoreStages * Config::kScoreBytes)),
+        biases(probabilities + static_cast<std::uint32_t>(Config::kProbabilityBytes)),
         other_keys(shared_address(memory + Config::kTilesBytes)),
         other_score_gradients(other_keys + static_cast<std::uint32_t>(kOtherKeyBytes)),
         shared(*reinterpret_cast<Shared*>(memory + Config::kTilesBytes + kOtherBytes)) {}
@@ -131,6 +148,7 @@ struct BackwardBlock {
       shared.turns.init();
       shared.marks = (Facts::marks_of(params) & ~(kAbsent & Facts::kTakesTurns)) |
                      (params.row_flags->has_large_row != 0 ? Facts::kLargeRows : 0);
+      if constexpr (kRowBiased) shared.marks |= maps.stores_dbias ? Facts::kStoresRowBias : 0u;
       shared.has_unseen_row = params.row_flags->has_unseen_row != 0;
       // Every thread that writes or reads what is known of a step, or of a work, hands it on itself: if one lane did so
       // for its warp, compute-sanitizer would not know that the others have.
@@ -143,6 +161,7 @@ struct BackwardBlock {
       for (std::uint64_t& full : shared.score_gradients_full)
         init_barrier(shared_address(&full), Config::kSplitsGradients ? kWarpGroup : 4 * Config::kConsumers);
       init_barrier(shared_address(&shared.probabilities_full), kWarpGroup);
+      shared.row_bias.init();
       shared.pair.init();
       fence_barrier_init();
     }

@@ -12,10 +12,16 @@ namespace flash_dmattn::internal::cuda::sm90 {
 constexpr int kLeastBackwardBucket = 64, kMostBackwardBucket = 256;
 constexpr bool has_backward(int bucket) { return bucket >= kLeastBackwardBucket && bucket <= kMostBackwardBucket; }
 
+// Whether heads of a bucket have a backward with a bias that differs by row, which comes in boxes of a step's rows and
+// of the block's keys, as the gradients of the step's scores go. Wide heads have no registers left for that, nor has
+// head dim 64, whose steps have twice as many scores.
+constexpr bool has_row_biased_backward(int bucket) { return bucket == 96 || bucket == 128; }
+
 // One warp group brings tiles of queries and output gradients. Each of the others, consumers, owns kConsumerKeys keys;
 // of wide heads they own the same ones, one the gradient of keys, one that of values.
-template <int kHeadDimBucket, int kValueDimBucket>
+template <int kHeadDimBucket, int kValueDimBucket, bool kIsRowBiased = false>
 struct BackwardConfig {
+  static constexpr bool kRowBiased = kIsRowBiased;
   static constexpr int kHeadDim = kHeadDimBucket, kValueDim = kValueDimBucket;
   static_assert(kValueDim <= kHeadDim);
   static constexpr bool kSplitsGradients = kHeadDim > 128;
@@ -30,7 +36,7 @@ struct BackwardConfig {
   static constexpr int kTileRows = kHeadDim <= 64 ? 128 : 64;
   static constexpr int kWords = kTileRows / kWordRows;
   static constexpr int kProducerWarps = kTileKeys / kWarpKeys, kThreads = 128 * (1 + kConsumers);
-  static constexpr int kStages = kHeadDim <= 64 || kHeadDim > 192 ? 2 : 3;  // of queries and output gradients
+  static constexpr int kStages = kHeadDim <= 64 || kHeadDim > 192 ? 2 : 3;  // of a step's rows
   // Of consumers; of the second one where it owns the gradient of keys; of producers.
   static constexpr int kConsumerRegisters = kHasNarrowValues ? 208 : kSplitsGradients ? 232 : 224;
   static constexpr int kKeyConsumerRegisters = 224;
@@ -61,7 +67,7 @@ struct BackwardConfig {
   static constexpr bool reads_places_once(bool planned) { return kHeadDim < 128 || !planned || kHasNarrowValues; }
 
   // Whether consumers store their results as boxes; measured.
-  static constexpr bool kStoresBoxes = kHeadDim == 64 || kHeadDim == 128;
+  static constexpr bool kStoresBoxes = (kHeadDim == 64 || kHeadDim == 128) && !kRowBiased;
 
   // Of consumers that own keys, all measured, as what is faster cannot be told otherwise (docs/cuda.md, "Between
   // products"):
@@ -97,9 +103,13 @@ struct BackwardConfig {
     return plain && (kHeadDim == 96 || (kHeadDim == 128 && !planned));
   }
 
+  // Whether a step's gradients of scores are stored once the consumer has its turn: by then the other one has
+  // multiplied those of two steps before, and two places suffice. Else three are needed, and a bias has no room.
+  static constexpr bool kStoresScoresLate = kRowBiased;
+
   // Of a deterministic backward: places that steps take by turns while they wait for their turn to add gradients of
   // queries. There are more than steps from the one that was brought last to the one that is added.
-  static constexpr int kTurnPlaces = kSplitsGradients ? 4 : 3;
+  static constexpr int kTurnPlaces = kSplitsGradients || kRowBiased ? 4 : 3;
 
   // Shared memory, in panels.
   static constexpr int kKeyPanels = panels(kHeadDim), kValuePanels = panels(kValueDim);
@@ -108,11 +118,12 @@ struct BackwardConfig {
   static constexpr std::size_t kQueryBytes = std::size_t{kKeyPanels} * kTileRows * 128;  // of a step
   static constexpr std::size_t kOutputGradientBytes = std::size_t{kValuePanels} * kTileRows * 128;
   static constexpr std::size_t kRowBytes = kQueryBytes + kOutputGradientBytes;
-  static constexpr int kScoreStages = kSplitsGradients ? 2 : 3;  // of scores' gradients
+  static constexpr int kScoreStages = kSplitsGradients || kRowBiased ? 2 : 3;  // of scores' gradients
   static constexpr std::size_t kScoreBytes = std::size_t{kTileKeys} * kTileRows * 2;
   static constexpr std::size_t kProbabilityBytes = kSplitsGradients ? kScoreBytes : 0;
+  static constexpr std::size_t kBiasBytes = kRowBiased ? kScoreBytes : 0;  // of a step
   static constexpr std::size_t kTilesBytes =
-      kKeyBytes + kValueBytes + kStages * kRowBytes + kScoreStages * kScoreBytes + kProbabilityBytes;
+      kKeyBytes + kValueBytes + kStages * kRowBytes + kScoreStages * kScoreBytes + kProbabilityBytes + kBiasBytes;
 
   // dquery is made in parts: 64 of the rows for each consumer or, of a step that has no more, panels of columns, of
   // which the last may not be full.

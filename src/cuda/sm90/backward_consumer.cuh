@@ -152,7 +152,8 @@ struct BackwardConsumer {
       steps.make_score_gradients(probabilities, deltas, gradients);
       steps.pack_score_gradients(gradients, packed);
       steps.wait_for_score_gradients(steps.last_number());
-      steps.store_score_gradients(packed);
+      if (tile >= 0) steps.store_row_bias_gradients(steps.last_number());
+      if (!Config::kStoresScoresLate) steps.store_score_gradients(packed);
       const int last_tile = tile, own_stage = steps.stage();
       const std::uint32_t last_number = steps.last_number();
       tile = steps.facts().tile;
@@ -161,6 +162,7 @@ struct BackwardConsumer {
       take_turn();
       steps.multiply_score_gradients(last_number, steps.group, dqueries);
       steps.add_products(dkeys, packed, steps.queries());
+      if (Config::kStoresScoresLate) steps.store_score_gradients(packed);
       steps.publish_score_gradients();
       float* sums = steps.results().query_sums(steps.group, last_tile);
       // Found here, where the compiler would do so later.
@@ -202,6 +204,7 @@ struct BackwardConsumer {
   __device__ void end_last_step(int tile) {
     float dqueries[kQueryNTiles][4];
     steps.wait_for_score_gradients(steps.last_number());
+    steps.store_row_bias_gradients(steps.last_number());
     steps.multiply_score_gradients(steps.last_number(), steps.group, dqueries);
     wgmma_wait<0>();
     settle(dqueries);

@@ -37,18 +37,28 @@ cudaError_t launch_backward_kernel(const BackwardParams& params, const BackwardM
 
 template <typename Element, int kHeadDim, int kValueDim>
 cudaError_t launch_backward(const BackwardParams& params, const BackwardMaps& maps, bool planned, cudaStream_t stream) {
-  // What is absent from each of three kinds of kernels; the first has everything.
+  // What is absent from each of three kinds of kernels; the first has everything but a bias that differs by row.
   using Facts = StepFacts<BackwardConfig<kHeadDim, kValueDim>>;
-  constexpr std::uint32_t kNoTurns = Facts::kTakesTurns,
+  constexpr std::uint32_t kNoRowBias = Facts::kRowBiased | Facts::kStoresRowBias,
+                          kNoTurns = kNoRowBias | Facts::kTakesTurns,
                           kPlain = kNoTurns | Facts::kTransforms | Facts::kBiased | Facts::kSumsKeyBias;
   const std::uint32_t marks = Facts::marks_of(params);
   const auto launch = [&]<bool kPlanned>() {
     if ((marks & kPlain) == 0)
       return launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kPlain>(params, maps, stream);
-    return (marks & kNoTurns) == 0
+    return (marks & Facts::kTakesTurns) == 0
                ? launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kNoTurns>(params, maps, stream)
-               : launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, 0>(params, maps, stream);
+               : launch_backward_kernel<Element, kHeadDim, kValueDim, kPlanned, kNoRowBias>(params, maps, stream);
   };
+  // Of a kind of its own, without a plan or turns.
+  if (params.bias.defined() && params.bias.rows > 1) {
+    if constexpr (has_row_biased_backward(kHeadDim)) {
+      constexpr std::uint32_t kRowBiased = Facts::kTakesTurns | Facts::kBiased | Facts::kSumsKeyBias;
+      return launch_backward_kernel<Element, kHeadDim, kValueDim, false, kRowBiased>(params, maps, stream);
+    } else {
+      return cudaErrorInvalidValue;  // takes_backward declines
+    }
+  }
   return planned ? launch.template operator()<true>() : launch.template operator()<false>();
 }
 

@@ -12,6 +12,7 @@
 #include "cuda/attention/met_once.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/tokens.cuh"
+#include "cuda/plan/entry_offset.cuh"
 #include "cuda/plan/visibility.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -41,8 +42,10 @@ struct BackwardProducer : PairProducer<Block> {
   static constexpr bool kPaired = Block::kPaired;
   static constexpr int kWorkKeys = Block::kWorkKeys;
   using Base::Base;
-  using Block::params, Block::maps, Block::shared, Block::keys, Block::values;
+  using Block::params, Block::maps, Block::shared, Block::keys, Block::values, Block::biases;
   using Block::queries_at, Block::output_gradients_at, Block::first_position;
+
+  static constexpr int kBiasWarp = 1;  // brings biases that differ by row
 
   __device__ void produce() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -326,6 +329,10 @@ struct BackwardProducer : PairProducer<Block> {
       __syncwarp();
       arrive(shared_address(&shared.steps.full[at.stage]));
       at.advance();
+      if constexpr (Config::kRowBiased) {
+        if (recomputed(warp) == kBiasWarp && exists && lane == 0) bring_bias(work.block, step);
+        __syncwarp();
+      }
       if (takes_turns() && recomputed(warp) == 0) await_turns(work.block, step, lane);
       if (!has_keys) bring_keys(warp, lane);
       has_keys = true;
@@ -351,12 +358,32 @@ struct BackwardProducer : PairProducer<Block> {
       set_mark(at, (step.exists() ? Facts::kExists : 0) | (full ? Facts::kFull : 0) |
                        (step.head != shared.head ? Facts::kStartsHead : 0) | (stores ? Facts::kMetOnce : 0) |
                        (shared.taken[0] % 2 != 0 ? Facts::kOddWork : 0));
+      if constexpr (Config::kRowBiased) {
+        if (step.exists()) shared.row_bias.places[shared.number] = {step.first_row(), step.head};
+      }
       if (step.exists()) shared.number = Facts::number_after(shared.number);
       facts.head = shared.head = step.head;
       facts.first_row = step.first_row();
       facts.tile = sums_of(work.block, step);
     }
     if (step.exists()) bring_rows(work.block, step, facts, at, lane);
+  }
+
+  // By one thread: of the step's rows and each consumer's keys, once those of the step before have been read.
+  __device__ void bring_bias(const KeyBlock& block, const Step& step) const {
+    const BroadcastView& bias = params.bias;
+    const auto head = static_cast<int>(entry_of_head(step.head, bias.head_divisor));
+    const int batch = bias.batches == 1 ? 0 : block.batch;
+    const std::uint32_t before = shared.row_bias.steps_brought++;
+#pragma unroll 1
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      const auto& pipeline = shared.row_bias.consumers[consumer];
+      const std::uint32_t full = shared_address(&pipeline.full[0]);
+      wait(shared_address(&pipeline.empty[0]), before % 2 ^ 1);
+      arrive_expecting(full, kRowPanel);
+      load_box(biases + consumer * kRowPanel, maps.bias, first_position(block) + consumer * Config::kConsumerKeys,
+               step.first_row(), head, batch, full);
+    }
   }
 
   // Queries, output gradients and facts of the step's rows. Rows past the last have facts too.

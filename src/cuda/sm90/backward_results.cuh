@@ -225,7 +225,7 @@ struct BackwardResults {
   }
   // Until what the warp has stored is read. By all its lanes.
   __device__ void wait_until_read() const {
-    if constexpr (!Config::kStoresBoxes) return;
+    if constexpr (!Config::kStoresBoxes && !Config::kRowBiased) return;
     if (steps.lane() == 0) wait_boxes_read<0>();
     __syncwarp();
   }

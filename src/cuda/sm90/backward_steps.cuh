@@ -144,7 +144,13 @@ struct BackwardSteps {
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < Config::kTileKeys / 16; ++depth) {
-      const std::uint64_t own_a = advanced(a, depth * 16 * 128), own_b = advanced(b, depth * 16 * 128);
+      const std::uint64_t own_b = advanced(b, depth * 16 * 128);
+      if constexpr (Config::kRowBiased) {  // a row of the step after the other, not a key
+        begin_or_add<BRows::kDepth, ARows::kRows>(dqueries, advanced(a, depth / 4 * kRowPanel + depth % 4 * 32), own_b,
+                                                  depth != 0);
+        continue;
+      }
+      const std::uint64_t own_a = advanced(a, depth * 16 * 128);
       if constexpr (kReuses) {
         wgmma<Element, BRows::kDepth, ARows::kDepth>(dqueries, own_a, own_b, depth != 0);
       } else {
@@ -207,8 +213,53 @@ struct BackwardSteps {
     __syncwarp();
   }
 
+  // Where the lane's row of a matrix of 8 x 8 lies, of four that are, transposed, the fragment of the step's first 16
+  // rows, and bytes from there to those of the next 16: of a bias that differs by row, or of scores' gradients.
+  __device__ std::uint32_t transposed_piece(std::uint32_t panels) const {
+    const int matrix = lane() / 8, row = lane() % 8, piece = warp() * 2 + matrix % 2;
+    return panels + group * kRowPanel + (matrix / 2 * 8 + row) * 128 + (piece ^ row) * 16;
+  }
+  static constexpr std::uint32_t kTransposedDepth = 16 * 128;
+
+  // With the roundings of add_row_bias (scores.cuh). The place of the bias is handed back once it has been read, so
+  // that the next step's has the time of a step to arrive.
+  __device__ void add_row_bias() {
+    const float scale = block.params.score.scale;
+    const auto& pipeline = block.shared.row_bias.consumers[group];
+    wait(shared_address(&pipeline.full[0]), number() % 2);
+    const std::uint32_t own = transposed_piece(block.biases);
+#pragma unroll
+    for (int depth = 0; depth < kRowNTiles / 2; ++depth) {
+      std::uint32_t bias[4];
+      load_matrices_transposed(bias, own + depth * kTransposedDepth);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<Element>(bias[i]);
+        float* score = scores[2 * depth + i / 2] + i % 2 * 2;
+        score[0] = __fadd_rn(__fmul_rn(score[0], scale), pair.x);
+        score[1] = __fadd_rn(__fmul_rn(score[1], scale), pair.y);
+      }
+    }
+    __syncwarp();
+    if (lane() == 0) arrive(shared_address(&pipeline.empty[0]));
+  }
+  // Of the step with that number, whose gradients of scores all warps have stored: those of the consumer's keys. One
+  // thread has the copy engine store them.
+  __device__ void store_row_bias_gradients(std::uint32_t step) const {
+    if constexpr (Config::kRowBiased) {
+      if (!has(Facts::kStoresRowBias) || thread() % kWarpGroup != 0) return;
+      const auto& place = block.shared.row_bias.places[step];
+      const int first_key = Block::first_position(work().block) + consumer_key();
+      store_box(block.maps.dbias, first_key, place.first_row, place.head, work().block.batch,
+                score_gradients_at(score_place(step)) + group * kRowPanel);
+      commit_boxes();
+      wait_boxes_read<1>();  // of the step before that, whose place this one's will take
+    }
+  }
+
   // Makes scores of products; with the roundings of add_key_bias and scale_by (scores.cuh).
   __device__ void make_scores() {
+    if constexpr (Config::kRowBiased) return add_row_bias();
     const float scale = block.params.score.outer_scale;
     if (has(Facts::kBiased)) {
       const float* bias = block.shared.bias + key_column();
@@ -381,6 +432,14 @@ struct BackwardSteps {
 
   // For the product with keys, which reads them as kTileKeys rows, and panels of 64 of the step's rows as columns.
   __device__ void store_score_gradients(const Fragments& packed) const {
+    if constexpr (Config::kRowBiased) {
+      const std::uint32_t own = transposed_piece(score_gradients_at(score_place(number())));
+#pragma unroll
+      for (int depth = 0; depth < kRowNTiles / 2; ++depth) {
+        store_matrices_transposed(own + depth * kTransposedDepth, packed[depth]);
+      }
+      return;
+    }
     // Matrices 0 and 1 of a fragment are neighbouring keys, 2 and 3 the next eight rows.
     const int matrix = lane() / 8, row = lane() % 8;
     const std::uint32_t own_row = score_gradients_at(score_place(number())) + (warp_key() + matrix % 2 * 8 + row) * 128;

@@ -164,13 +164,30 @@ bool rounds_shares_away(const BackwardProblem& problem) {
   return problem.sink.defined() && problem.dlse != nullptr && problem.dtype == DType::kFloat16;
 }
 
+// Whether every score has an entry of the bias's gradient to itself, which boxes can store.
+bool has_boxes_of_dbias(const BackwardProblem& problem) {
+  const BroadcastView& dbias = problem.dbias;
+  return dbias.dtype == problem.dtype && dbias.batches == problem.batch && dbias.heads == problem.heads &&
+         dbias.rows == problem.rows && dbias.keys == problem.keys && dbias.key_stride == 1 &&
+         dbias.row_stride == dbias.keys && dbias.head_stride == dbias.rows * dbias.row_stride &&
+         (problem.batch == 1 || dbias.batch_stride == dbias.heads * dbias.head_stride) &&
+         sm90::has_tensor_map(as_tokens(dbias), dbias.batches, dbias.rows, dbias.heads);
+}
+
+// Whether the backward has a kernel for its bias, which differs by row.
+bool takes_row_bias(const BackwardProblem& problem) {
+  return sm90::has_row_biased_backward(bucket_of(wider_head_dim(problem))) && !problem.deterministic &&
+         may_store_boxes() && has_boxes_of_bias(problem) && (!problem.dbias.defined() || has_boxes_of_dbias(problem));
+}
+
 bool takes_backward(const BackwardProblem& problem, const Gpu& gpu) {
   const int bucket = bucket_of(wider_head_dim(problem));
   const bool stores_boxes =
       with_bucket(bucket, []<int kHeadDim>() { return sm90::BackwardConfig<kHeadDim, kHeadDim>::kStoresBoxes; });
   if (stores_boxes && !may_store_boxes()) return false;
   return gpu.capability == 90 && sm90::has_backward(bucket) && problem.keys > 0 && problem.softcap == 0 &&
-         is_per_key(problem.bias) && is_per_key(problem.dbias) && !rounds_shares_away(problem) &&
+         ((is_per_key(problem.bias) && is_per_key(problem.dbias)) || takes_row_bias(problem)) &&
+         !rounds_shares_away(problem) &&
          sm90::has_tensor_map(problem.query, problem.batch, problem.rows, problem.heads) &&
          sm90::has_tensor_map(problem.dout, problem.batch, problem.rows, problem.heads) &&
          // Rows are copied and stored in pieces of 8 columns, too.
@@ -188,7 +205,8 @@ BackwardTiles tiles_of(const BackwardProblem& problem, const Gpu& gpu) {
                            .stays_on = gpu.processors,
                            .stored_share = Config::kStoredShare,
                            .value_columns = Config::kValueDim,
-                           .own_blocks = blocks};
+                           .own_blocks = blocks,
+                           .stores_dbias = problem.dbias.defined() && !is_per_key(problem.bias)};
     });
   });
 }
@@ -215,6 +233,13 @@ cudaError_t make_maps(const BackwardProblem& problem, const BackwardTiles& tiles
   if (result == cudaSuccess) result = make(problem.dout, problem.value_dim, &maps->dout);
   if (result == cudaSuccess) result = make_of_results(problem.dkey, problem.head_dim, &maps->dkey);
   if (result == cudaSuccess) result = make_of_results(problem.dvalue, problem.value_dim, &maps->dvalue);
+  const auto make_of_scores = [&](const BroadcastView& bias, CUtensorMap* map) {
+    return sm90::make_tensor_map(as_tokens(bias), bias.dtype, bias.batches, bias.rows, bias.heads, bias.keys,
+                                 tiles.rows, map);
+  };
+  if (result == cudaSuccess && !is_per_key(problem.bias)) result = make_of_scores(problem.bias, &maps->bias);
+  maps->stores_dbias = tiles.stores_dbias;
+  if (result == cudaSuccess && maps->stores_dbias) result = make_of_scores(problem.dbias, &maps->dbias);
   maps->boxes_of_keys = sm90::has_tensor_map(problem.key, problem.batch, problem.keys, problem.key_heads) &&
                         sm90::has_tensor_map(problem.value, problem.batch, problem.keys, problem.key_heads);
   if (result != cudaSuccess || !maps->boxes_of_keys) return result;

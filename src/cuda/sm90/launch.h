@@ -52,7 +52,9 @@ struct BackwardMaps {
   CUtensorMap query, dout;
   CUtensorMap key, value;
   CUtensorMap dkey, dvalue;
-  bool boxes_of_keys;  // or the strides of keys or values do not allow boxes, and all are gathered
+  CUtensorMap bias, dbias;  // of a bias that differs by row: boxes of a step's rows and 64 keys
+  bool boxes_of_keys;       // or the strides of keys or values do not allow boxes, and all are gathered
+  bool stores_dbias;        // if it is asked for
 };
 
 // One unit of compilation for each element type and pair of buckets (backward_instance.cu).

@@ -8,6 +8,9 @@
 
 namespace flash_dmattn::internal::cuda::sm90 {
 
+// As StepFacts has it: the call has a bias that differs by row, which takes kernels of its own.
+constexpr std::uint32_t kRowBiasMark = 1u << 21;
+
 // In shared memory, one for each stage.
 template <typename Config>
 struct alignas(16) StepFacts {
@@ -27,6 +30,8 @@ struct alignas(16) StepFacts {
     kOddWork = 1u << 18,  // the work's number is odd
     kDone = 1u << 19,     // there is no work, either
     kMetOnce = 1u << 20,  // the rows are met once (MetOnceTiles): their dquery is stored, and there are no sums of it
+    kRowBiased = kRowBiasMark,
+    kStoresRowBias = 1u << 22,  // and its gradient is asked for
   };
   // Besides the number of the step, and of the one before.
   static constexpr int kNumberShift = 9, kLastNumberShift = 12, kStageShift = 16, kAddressShift = 24;

@@ -239,6 +239,41 @@ def test_family_of_an_architecture(arch: str, kernels: str) -> None:
     assert ("cuda/sm90" in lines) == (kernels == "sm90")
 
 
+BIASED_CALLS = """
+import torch
+import flash_dmattn
+
+torch.manual_seed(0)
+for head_dim, shape, learned, deterministic in CALLS:
+    tensors = [torch.randn(2, rows, 3, head_dim, device="cuda", dtype=torch.bfloat16) for rows in (70, 72, 72)]
+    bias = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=learned)
+    tensors[0].requires_grad_()
+    flash_dmattn.attention(*tensors, bias=bias, deterministic=deterministic).sum().backward()
+"""
+
+
+@pytest.mark.skipif(os.environ.get("FLASH_DMATTN_ARCH") == "sm80", reason="asks for other kernels")
+def test_family_of_a_backward_with_a_bias_by_row() -> None:
+    """Hopper's where each score has its own, or where nobody asks for a gradient that several would be added up for."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    full, of_all = (2, 3, 70, 72), (1, 1, 70, 72)
+    calls = {  # head dim, shape of the bias, whether its gradient is asked for, deterministic
+        (128, full, True, False): "sm90",
+        (96, full, True, False): "sm90",
+        (72, of_all, False, False): "sm90",
+        (128, of_all, True, False): "sm80",
+        (128, full, True, True): "sm80",
+        (64, full, True, False): "sm80",
+        (192, full, True, False): "sm80",
+    }
+    program = BIASED_CALLS.replace("CALLS", repr(list(calls)))
+    environment = {**os.environ, "FLASH_DMATTN_LOG": "1", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"cuda/(\w+) \w+ backward ", done.stderr) == list(calls.values()), done.stderr
+
+
 @pytest.mark.timeout(600)
 def test_output_without_the_copy_engine() -> None:
     """As it is stored under initcheck; else only head dims that are no multiple of 8 are stored by element."""

@@ -113,16 +113,32 @@ void wgmma(float (&sum)[kNTiles][4], const std::uint32_t (&fragment)[4], std::ui
   });
 }
 
-// As load_matrices reads them.
-inline void store_matrices(std::uint32_t shared, const std::uint32_t (&fragment)[4]) {
+// As load_matrices reads them, or load_matrices_transposed. put(row_at, pair): row_at(row) is where one begins.
+template <typename Put>
+void write_matrices(std::uint32_t shared, const std::uint32_t (&fragment)[4], Put put) {
   std::uint64_t rows[cuda_emulation::kWarpLanes];
   std::memcpy(rows, cuda_emulation::exchange("store_matrices", shared), sizeof(rows));
-  const int row = cuda_emulation::lane() / 4, column = 2 * (cuda_emulation::lane() % 4);
   for (int matrix = 0; matrix < 4; ++matrix) {
-    const auto address = static_cast<std::uint32_t>(rows[matrix * 8 + row]);
-    std::memcpy(shared_memory_at(address, 16) + 2 * column, &fragment[matrix], 4);
+    const auto row_at = [&](int row) {
+      return shared_memory_at(static_cast<std::uint32_t>(rows[matrix * 8 + row]), 16);
+    };
+    put(row_at, fragment[matrix]);
   }
   __syncwarp();
+}
+inline void store_matrices(std::uint32_t shared, const std::uint32_t (&fragment)[4]) {
+  const int row = cuda_emulation::lane() / 4, column = 2 * (cuda_emulation::lane() % 4);
+  write_matrices(shared, fragment,
+                 [&](auto row_at, std::uint32_t pair) { std::memcpy(row_at(row) + 2 * column, &pair, 4); });
+}
+inline void store_matrices_transposed(std::uint32_t shared, const std::uint32_t (&fragment)[4]) {
+  const int row = cuda_emulation::lane() / 4, column = 2 * (cuda_emulation::lane() % 4);
+  write_matrices(shared, fragment, [&](auto row_at, std::uint32_t pair) {
+    for (int i = 0; i < 2; ++i) {
+      const auto element = static_cast<std::uint16_t>(pair >> (16 * i));
+      std::memcpy(row_at(column + i) + 2 * row, &element, 2);
+    }
+  });
 }
 
 }  // namespace flash_dmattn::internal::cuda
