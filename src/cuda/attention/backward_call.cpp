@@ -59,7 +59,7 @@ void launch_first_passes(const BackwardProblem& problem, const BackwardScratch& 
   }
   const Visibility& visibility = scratch.prepared.visibility;
   if (scratch.bias_sums == BiasSums::kStored && (visibility.is_causal || visibility.seqlens != nullptr)) {
-    const std::size_t bytes = static_cast<std::size_t>(bias_elements(problem.dbias)) * size_of(problem.dbias.dtype);
+    const std::size_t bytes = scratch.dbias_count * size_of(problem.dbias.dtype);
     launches->then([&] { return clear(problem.dbias.data, bytes, stream); });
   }
   bool beside = false;  // the kernel before lets the next one begin

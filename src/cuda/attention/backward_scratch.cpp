@@ -151,12 +151,12 @@ void BackwardScratch::arrange_tile_order(const BackwardProblem& problem, Arena* 
 }
 
 void BackwardScratch::arrange_bias(const BackwardProblem& problem, Arena* arena) {
+  dbias = problem.dbias;
+  dbias_count = static_cast<std::size_t>(bias_elements(problem.dbias));
   if (tiles.stores_dbias) {
     bias_sums = BiasSums::kStored;
     return;
   }
-  dbias = problem.dbias;
-  dbias_count = static_cast<std::size_t>(bias_elements(problem.dbias));
   // A bias gradient with rows has one owner for each of them then; one without needs its parts kept apart.
   const bool by_head = deterministic && problem.dbias.rows == 1;
   if (by_head) {

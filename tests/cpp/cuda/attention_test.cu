@@ -119,6 +119,7 @@ const std::vector<Variant> kVariants = {
     {.name = "full_bias", .shape = {2, 200, 304, 2, 1, 128}, .bias = {2, 2, 200, 304}},
     {.name = "full_bias_causal", .shape = {1, 70, 136, 4, 2, 128}, .bias = {1, 4, 70, 136}, .is_causal = true},
     {.name = "full_bias_lengths", .shape = {3, 130, 200, 2, 2, 96}, .bias = {3, 2, 130, 200}, .seqlens = {200, 0, 150}},
+    {.name = "full_bias_one_head", .shape = {1, 70, 136, 1, 1, 128}, .bias = {1, 1, 70, 136}, .is_causal = true},
     {.name = "bias_over_heads", .shape = {1, 200, 304, 2, 2, 64}, .bias = {1, 1, 200, 304}, .seqlens = {290}},
     {.name = "shared_bias", .shape = {2, 150, 200, 2, 1, 128}, .bias = {1, 1, 150, 200}, .is_causal = true},
     {.name = "bias_of_odd_rows", .shape = {1, 130, 201, 2, 1, 128}, .bias = {1, 2, 130, 201}},
